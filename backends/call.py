@@ -1,4 +1,4 @@
-"""The normalised call: the one description of an operator call, from the front end to every backend and to the gates."""
+"""The normalised call: the one description of an operator call, from the front end to every backend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KdaCall:
     g: Tensor  # [B, T, HV, K]  fp32 or q's dtype: log decay, or the raw gate with use_gate_in_kernel
     beta: Tensor  # [B, T, HV]  fp32 or q's dtype: step size, or logits with use_beta_sigmoid_in_kernel
     scale: float
-    initial_state: Tensor | None = None  # [N, HV, V, K] ([N, HV, K, V] unless state_v_first), or a pool [slots, HV, ...]
+    initial_state: Tensor | None = None  # [N, HV, V, K], or a pool [slots, HV, V, K]; [.., K, V] unless state_v_first
     output_final_state: bool = False
     use_qk_l2norm_in_kernel: bool = False
     use_gate_in_kernel: bool = False

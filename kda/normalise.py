@@ -1,0 +1,207 @@
+"""From a user's arguments to a `KdaCall`: every check that shapes, dtypes, devices and strides alone can decide.
+
+No tensor value is read here, so a call can be captured in a CUDA graph. `KDA_CHECK=1` adds `kda.value_checks`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kda.backends.call import KdaCall
+from kda.golden.constants import LOWER_BOUND_RANGE
+from kda.value_checks import check_values
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_INTS = (torch.int32, torch.int64)
+
+
+def normalise(
+    op: Literal["chunk_kda", "fused_recurrent_kda"],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    **options: object,
+) -> KdaCall:
+    """Check the arguments of `op` (named as in its signature) and return the batched call.
+
+    Raises ValueError for shapes, values and combinations, TypeError for dtypes and for what is not a tensor.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        _require_tensor(name, x)
+    _check_ranks(q, k, v, g, beta, options["cu_seqlens"])
+    if q.dim() == 3:
+        q, k, v, g, beta = (x.unsqueeze(0) for x in (q, k, v, g, beta))
+    _check_inputs(q, k, v, g, beta)
+    HV, K = v.shape[2], q.shape[3]
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
+    if A_log is not None:
+        A_log = _parameter("A_log", A_log, q, (HV,))
+    if dt_bias is not None:
+        dt_bias = _parameter("dt_bias", dt_bias, q, (HV, K))
+    call = KdaCall(
+        op=op, q=q, k=k, v=v, g=g, beta=beta,
+        scale=K**-0.5 if scale is None else float(scale),
+        A_log=A_log, dt_bias=dt_bias, **options,
+    )  # fmt: skip
+    _check_cu_seqlens(call)
+    _check_flags(call)
+    _check_state(call)
+    _check_pool(call)
+    if os.environ.get("KDA_CHECK") == "1":
+        check_values(call)
+    return call
+
+
+def _shape(x: Tensor) -> str:
+    return str(list(x.shape))
+
+
+def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(d).removeprefix("torch.") for d in dict.fromkeys(dtypes))
+
+
+def _require_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+
+
+def _require_dtype(name: str, x: Tensor, *allowed: torch.dtype) -> None:
+    if x.dtype not in allowed:
+        raise TypeError(f"{name}: expected dtype {_dtypes(allowed)}, got {_dtypes((x.dtype,))}")
+
+
+def _require_shape(name: str, x: Tensor, shape: tuple[int, ...], spelled: str) -> None:
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name}: expected shape {spelled} = {list(shape)}, got {_shape(x)}")
+
+
+def _require_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name}: expected device {q.device} as q, got {x.device}")
+
+
+def _check_ranks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: object) -> None:
+    ranks = (4,) if cu_seqlens is None else (3, 4)
+    if q.dim() not in ranks:
+        expected = "[B, T, H, K]" if cu_seqlens is None else "[T, H, K] or [1, T, H, K] (cu_seqlens is given)"
+        hint = "; a packed [T, H, K] needs cu_seqlens" if q.dim() == 3 else ""
+        raise ValueError(f"q: expected {expected}, got rank {q.dim()} with shape {_shape(q)}{hint}")
+    for name, x, rank in (("k", k, q.dim()), ("v", v, q.dim()), ("g", g, q.dim()), ("beta", beta, q.dim() - 1)):
+        if x.dim() != rank:
+            raise ValueError(f"{name}: expected rank {rank} beside q of rank {q.dim()}, got shape {_shape(x)}")
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    if min(H, K) < 1:
+        raise ValueError(f"q: expected H >= 1 and K >= 1, got shape {_shape(q)}")
+    _require_shape("k", k, (B, T, H, K), "[B, T, H, K] as q")
+    _require_shape("v", v, (B, T, HV, V), "[B, T, HV, V] with q's B and T")
+    if HV < 1 or V < 1 or HV % H:
+        raise ValueError(f"v: expected HV a positive multiple of H = {H} and V >= 1, got HV = {HV}, V = {V}")
+    _require_shape("g", g, (B, T, HV, K), "[B, T, HV, K]")
+    _require_shape("beta", beta, (B, T, HV), "[B, T, HV]")
+    _require_dtype("q", q, *_FLOATS)
+    _require_dtype("k", k, q.dtype)
+    _require_dtype("v", v, q.dtype)
+    _require_dtype("g", g, torch.float32, q.dtype)
+    _require_dtype("beta", beta, torch.float32, q.dtype)
+    for name, x in (("k", k), ("v", v), ("g", g), ("beta", beta)):
+        _require_device(name, x, q)
+
+
+def _state_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _parameter(name: str, x: Tensor, q: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A per-head parameter, whatever its shape, viewed as `shape`."""
+    _require_tensor(name, x)
+    _require_dtype(name, x, torch.float32, _state_dtype(q))
+    _require_device(name, x, q)
+    spelled = "HV" if len(shape) == 1 else "HV * K"
+    if x.numel() != torch.Size(shape).numel():
+        raise ValueError(f"{name}: expected {spelled} = {torch.Size(shape).numel()} elements, got {_shape(x)}")
+    return x.reshape(shape)
+
+
+def _check_cu_seqlens(call: KdaCall) -> None:
+    cu = call.cu_seqlens
+    if cu is None:
+        return
+    _require_tensor("cu_seqlens", cu)
+    _require_dtype("cu_seqlens", cu, *_INTS)
+    if cu.dim() != 1 or cu.shape[0] < 2:
+        raise ValueError(f"cu_seqlens: expected shape [N + 1] with N >= 1, got {_shape(cu)}")
+    _require_device("cu_seqlens", cu, call.q)
+    if call.B != 1:
+        raise ValueError(f"q: expected batch size 1 beside cu_seqlens, got shape {_shape(call.q)}")
+
+
+def _check_flags(call: KdaCall) -> None:
+    if call.use_gate_in_kernel:
+        if call.A_log is None and call.lower_bound is None:
+            raise ValueError("A_log: expected a tensor of HV elements with use_gate_in_kernel (only with lower_bound "
+                             "may it be None), got None")  # fmt: skip
+    else:
+        for name in ("A_log", "dt_bias", "lower_bound"):
+            if (value := getattr(call, name)) is not None:
+                raise ValueError(f"{name}: expected None without use_gate_in_kernel=True, got {type(value).__name__}")
+    low, high = LOWER_BOUND_RANGE
+    if call.lower_bound is not None and not low <= call.lower_bound < high:
+        raise ValueError(f"lower_bound: expected a value in [{low:g}, {high:g}), got {call.lower_bound}")
+    if call.allow_neg_eigval and not call.use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True beside it, got False")
+
+
+def _check_state(call: KdaCall) -> None:
+    state = call.initial_state
+    if state is None:
+        if call.inplace_final_state:
+            raise ValueError("inplace_final_state: expected an initial_state to write to, got initial_state=None")
+        return
+    _require_tensor("initial_state", state)
+    _require_dtype("initial_state", state, _state_dtype(call.q))
+    _require_device("initial_state", state, call.q)
+    tail = (call.HV, call.V, call.K) if call.state_v_first else (call.HV, call.K, call.V)
+    pooled = call.ssm_state_indices is not None
+    first = state.shape[0] if pooled and state.dim() else call.N
+    spelled = f"[{'slots' if pooled else 'N'}, HV, {'V, K' if call.state_v_first else 'K, V'}]"
+    if tuple(state.shape) == (first, tail[0], tail[2], tail[1]) and call.K != call.V:
+        raise ValueError(f"initial_state: expected shape {spelled} = {[first, *tail]}, got {_shape(state)}: "
+                         f"that is the layout of state_v_first={not call.state_v_first}")  # fmt: skip
+    _require_shape("initial_state", state, (first, *tail), spelled)
+
+
+def _check_pool(call: KdaCall) -> None:
+    indices, accepted = call.ssm_state_indices, call.num_accepted_tokens
+    if indices is not None:
+        _require_tensor("ssm_state_indices", indices)
+        _require_dtype("ssm_state_indices", indices, *_INTS)
+        _require_device("ssm_state_indices", indices, call.q)
+        if call.initial_state is None:
+            raise ValueError("ssm_state_indices: expected a pool as initial_state, got initial_state=None")
+        if indices.dim() not in (1, 2) or indices.shape[0] != call.N:
+            raise ValueError(f"ssm_state_indices: expected [N] or [N, S] with N = {call.N}, got {_shape(indices)}")
+        if indices.dim() == 2 and call.cu_seqlens is None and indices.shape[1] < call.T:
+            raise ValueError(f"ssm_state_indices: expected [N, S] with S >= T = {call.T}, got {_shape(indices)}")
+    if accepted is not None:
+        _require_tensor("num_accepted_tokens", accepted)
+        _require_dtype("num_accepted_tokens", accepted, *_INTS)
+        _require_device("num_accepted_tokens", accepted, call.q)
+        if indices is None or indices.dim() != 2:
+            raise ValueError("num_accepted_tokens: expected ssm_state_indices of shape [N, S] beside it, got "
+                             f"{'None' if indices is None else _shape(indices)}")  # fmt: skip
+        _require_shape("num_accepted_tokens", accepted, (call.N,), "[N]")

@@ -1,0 +1,125 @@
+"""The two operators that a user calls. Everything they accept is checked in `kda.normalise`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kda import backends
+from kda.normalise import normalise
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = True,
+    *,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention over whole sequences, chunk by chunk (arXiv:2510.26692).
+
+    Per value head, with the state S of shape [K, V]:
+    S ← diag(exp g_t) S;  S ← S + β_t k_t (v_t − k_tᵀ S)ᵀ;  o_t = scale · q_tᵀ S.
+
+    Args:
+        q, k: `[B, T, H, K]`; with `cu_seqlens` packed, `[T, H, K]` or `[1, T, H, K]`. bf16, fp16, fp32 or fp64
+            as far as the backend takes them; q, k and v share one dtype.
+        v: `[B, T, HV, V]` (or `[T, HV, V]`). HV is a multiple of H; value head i reads q and k of head i // (HV // H).
+        g: `[B, T, HV, K]`, fp32 or q's dtype: log decay per token, natural logarithm, in [-inf, 0]; the raw gate with
+            `use_gate_in_kernel`.
+        beta: `[B, T, HV]`, fp32 or q's dtype: step size; its logits with `use_beta_sigmoid_in_kernel`.
+        scale: factor on q; `K ** -0.5` if None.
+        initial_state: fp32 `[N, HV, V, K]` (`[N, HV, K, V]` with `state_v_first=False`), N = B or the number of
+            sequences in `cu_seqlens`; zeros if None.
+        output_final_state: also return the state after each sequence's last token.
+        use_qk_l2norm_in_kernel: divide q and k by sqrt(sum of squares over K + 1e-6), before the scale.
+        use_gate_in_kernel: decay = `-exp(A_log) * softplus(g + dt_bias)`, or, with `lower_bound`,
+            `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`.
+        use_beta_sigmoid_in_kernel: step size = `sigmoid(beta)`, `2 * sigmoid(beta)` with `allow_neg_eigval`.
+        A_log: fp32, HV elements in any shape; may be None (factor 1) where `lower_bound` is set.
+        dt_bias: fp32, HV·K elements in any shape, or None.
+        lower_bound: in [-5, 0).
+        cu_seqlens: int32 or int64 `[N + 1]` on the tensors' device: starts at 0, never decreases; equal neighbours
+            are empty sequences, and tokens past its last value are padding, for which `o` is 0.
+        state_v_first: layout of `initial_state` and of the returned state.
+        backend: "auto", "tilelang", "pypto" or "torch"; None reads the environment's KDA_BACKEND, default "auto".
+
+    Returns:
+        `o` in the layout and dtype of v, and the final state (fp32, layout as `initial_state`) or None.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it, what was expected and what came.
+        NotImplementedError: an explicitly named backend cannot take the call, with every reason.
+    """
+    call = normalise("chunk_kda", q, k, v, g, beta, scale=scale, initial_state=initial_state,
+                     output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                     use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+                     allow_neg_eigval=allow_neg_eigval, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+                     cu_seqlens=cu_seqlens, state_v_first=state_v_first)  # fmt: skip
+    o, final_state = backends.select(call, backend).chunk_kda(call)
+    return (o[0] if v.dim() == 3 else o), final_state
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = True,
+    inplace_final_state: bool = False,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention token by token: decoding, one or a few tokens per sequence and call.
+
+    The recurrence and the arguments are those of `chunk_kda`; besides:
+
+    Args:
+        inplace_final_state: write the final states into `initial_state` itself, which is then what is returned.
+        ssm_state_indices: int32 or int64. `[N]`: `initial_state` is a pool `[slots, HV, V, K]`, and sequence n starts
+            from slot `ssm_state_indices[n]`; its last state goes back there (in place) or to row n of a new
+            `[N, HV, V, K]`. `[N, S]`, for speculative decoding with at most S drafted tokens per sequence: the state
+            after token t goes to slot `ssm_state_indices[n, t]` (in place), or to the token's row of a new
+            `[B·T, HV, V, K]`. Slot 0 is the null slot, as are negative indices: a sequence that starts there gives
+            o = 0, and nothing is read or written for it.
+        num_accepted_tokens: int32 or int64 `[N]`, each in 1..S, with `[N, S]` indices: sequence n starts from slot
+            `ssm_state_indices[n, num_accepted_tokens[n] - 1]`, the state after its last accepted token.
+
+    Returns:
+        `o` in the layout and dtype of v, and, with `output_final_state`, the states as above.
+    """
+    call = normalise("fused_recurrent_kda", q, k, v, g, beta, scale=scale, initial_state=initial_state,
+                     output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                     use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+                     allow_neg_eigval=allow_neg_eigval, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+                     cu_seqlens=cu_seqlens, state_v_first=state_v_first, inplace_final_state=inplace_final_state,
+                     ssm_state_indices=ssm_state_indices, num_accepted_tokens=num_accepted_tokens)  # fmt: skip
+    o, final_state = backends.select(call, backend).fused_recurrent_kda(call)
+    return (o[0] if v.dim() == 3 else o), final_state
