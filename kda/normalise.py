@@ -27,18 +27,19 @@ def normalise(
     g: Tensor,
     beta: Tensor,
     *,
-    scale: float | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
+    scale: float | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     **options: object,
 ) -> KdaCall:
-    """Check the arguments of `op` (named as in its signature) and return the batched call.
+    """Check the arguments of `op` (named as in its signature) and return the batched call;
+    options left out take their defaults.
 
     Raises ValueError for shapes, values and combinations, TypeError for dtypes and for what is not a tensor.
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         _require_tensor(name, x)
-    _check_ranks(q, k, v, g, beta, options["cu_seqlens"])
+    _check_ranks(q, k, v, g, beta, options.get("cu_seqlens"))
     if q.dim() == 3:
         q, k, v, g, beta = (x.unsqueeze(0) for x in (q, k, v, g, beta))
     _check_inputs(q, k, v, g, beta)
