@@ -1,0 +1,70 @@
+"""What the operator applies to its inputs before the recurrence: L2 norm, scale, gate, beta."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from .constants import L2_NORM_EPS, MIN_LOG_DECAY
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The flags and parameters of the operator's input side.
+
+    A_log must broadcast against g, `[..., HV, 1]`, and so must dt_bias, `[..., HV, K]`.
+    """
+
+    scale: float = 1.0
+    use_qk_l2norm_in_kernel: bool = False
+    use_gate_in_kernel: bool = False
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    lower_bound: float | None = None
+
+    def chunked(self) -> Activation:
+        """The same for tensors in chunk layout, where the tokens lie between heads and channels."""
+        return replace(
+            self,
+            A_log=None if self.A_log is None else self.A_log.unsqueeze(-2),
+            dt_bias=None if self.dt_bias is None else self.dt_bias.unsqueeze(-2),
+        )
+
+    def queries(self, q: Tensor) -> Tensor:
+        return (l2_norm(q) if self.use_qk_l2norm_in_kernel else q) * self.scale
+
+    def keys(self, k: Tensor) -> Tensor:
+        return l2_norm(k) if self.use_qk_l2norm_in_kernel else k
+
+    def log_decay(self, g: Tensor) -> Tensor:
+        """Log decay per token and channel in fp64, within [MIN_LOG_DECAY, 0].
+
+        Raw gate: -exp(A_log) softplus(g + dt_bias), or lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
+        """
+        g = g.double()
+        if self.use_gate_in_kernel:
+            if self.dt_bias is not None:
+                g = g + self.dt_bias.double()
+            if self.lower_bound is not None:
+                rate = 1.0 if self.A_log is None else self.A_log.double().exp()
+                g = self.lower_bound * torch.sigmoid(rate * g)
+            elif self.A_log is not None:
+                g = -self.A_log.double().exp() * softplus(g)
+            else:
+                raise ValueError("A_log: expected with use_gate_in_kernel unless lower_bound is set, got None")
+        return g.clamp(min=MIN_LOG_DECAY)
+
+    def step_size(self, beta: Tensor) -> Tensor:
+        if not self.use_beta_sigmoid_in_kernel:
+            return beta
+        return torch.sigmoid(beta) * (2.0 if self.allow_neg_eigval else 1.0)
+
+
+def l2_norm(x: Tensor) -> Tensor:
+    """x / sqrt(sum(x²) + eps) over the last axis."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_NORM_EPS)
