@@ -50,7 +50,7 @@ class Backend(Protocol):
 def load(name: str) -> Backend:
     """Import backend `name`. Raises ValueError for a name that is not in `NAMES`."""
     if name not in NAMES:
-        raise ValueError(f"backend: expected one of auto, {', '.join(NAMES)}, got {name!r}")
+        raise ValueError(f"backend: expected one of {', '.join(NAMES)}, got {name!r}")
     return importlib.import_module(f"{__name__}.{name}")  # type: ignore[return-value]
 
 
@@ -76,8 +76,13 @@ def select(call: KdaCall, backend: str | None = None) -> Backend:
 
     `auto` takes the backend of the tensors' device and falls back to torch with one warning per reason. A backend
     named explicitly never falls back: NotImplementedError lists every reason why it cannot take the call.
+    Raises ValueError for an unknown name, with the known ones.
     """
-    name = backend or os.environ.get("KDA_BACKEND") or "auto"
+    source, name = "backend", backend
+    if name is None:
+        source, name = "KDA_BACKEND", os.environ.get("KDA_BACKEND") or "auto"
+    if name not in ("auto", *NAMES):
+        raise ValueError(f"{source}: expected one of auto, {', '.join(NAMES)}, got {name!r}")
     if name == "auto":
         name = for_device(call.q.device.type)
         reasons = _reasons(name, call)

@@ -5,7 +5,9 @@ No tensor value is read here, so a call can be captured in a CUDA graph. `KDA_CH
 
 from __future__ import annotations
 
+import math
 import os
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -17,6 +19,8 @@ from kda.value_checks import check_values
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTS = (torch.int32, torch.int64)
+_FLAGS = ("output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
+          "allow_neg_eigval", "state_v_first", "inplace_final_state")  # fmt: skip
 
 
 def normalise(
@@ -30,6 +34,8 @@ def normalise(
     scale: float | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
     **options: object,
 ) -> KdaCall:
     """Check the arguments of `op` (named as in its signature) and return the batched call;
@@ -39,26 +45,27 @@ def normalise(
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         _require_tensor(name, x)
-    _check_ranks(q, k, v, g, beta, options.get("cu_seqlens"))
+    if cu_seqlens is not None:
+        _check_cu_seqlens(cu_seqlens, q)
+    _check_ranks(q, k, v, g, beta, packed=cu_seqlens is not None)
+    _check_inputs(q, k, v, g, beta)
     if q.dim() == 3:
         q, k, v, g, beta = (x.unsqueeze(0) for x in (q, k, v, g, beta))
-    _check_inputs(q, k, v, g, beta)
+    for name in _FLAGS:
+        _require_bool(name, options.get(name, False))
     HV, K = v.shape[2], q.shape[3]
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
-    if A_log is not None:
-        A_log = _parameter("A_log", A_log, q, (HV,))
-    if dt_bias is not None:
-        dt_bias = _parameter("dt_bias", dt_bias, q, (HV, K))
     call = KdaCall(
-        op=op, q=q, k=k, v=v, g=g, beta=beta,
-        scale=K**-0.5 if scale is None else float(scale),
-        A_log=A_log, dt_bias=dt_bias, **options,
+        op=op, q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens,
+        scale=K**-0.5 if scale is None else _number("scale", scale),
+        A_log=None if A_log is None else _parameter("A_log", A_log, q, (HV,)),
+        dt_bias=None if dt_bias is None else _parameter("dt_bias", dt_bias, q, (HV, K)),
+        lower_bound=None if lower_bound is None else _number("lower_bound", lower_bound), **options,
     )  # fmt: skip
-    _check_cu_seqlens(call)
     _check_flags(call)
     _check_state(call)
     _check_pool(call)
+    if call.inplace_final_state:
+        _check_inplace(call)
     if os.environ.get("KDA_CHECK") == "1":
         check_values(call)
     return call
@@ -75,6 +82,21 @@ def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
 def _require_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_nested:
+        raise TypeError(f"{name}: expected a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
+
+
+def _require_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number or None, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number, got {value}")
+    return float(value)
 
 
 def _require_dtype(name: str, x: Tensor, *allowed: torch.dtype) -> None:
@@ -92,28 +114,30 @@ def _require_device(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name}: expected device {q.device} as q, got {x.device}")
 
 
-def _check_ranks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: object) -> None:
-    ranks = (4,) if cu_seqlens is None else (3, 4)
-    if q.dim() not in ranks:
-        expected = "[B, T, H, K]" if cu_seqlens is None else "[T, H, K] or [1, T, H, K] (cu_seqlens is given)"
+def _check_ranks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, packed: bool) -> None:
+    if q.dim() not in ((3, 4) if packed else (4,)):
+        expected = "[T, H, K] or [1, T, H, K] (cu_seqlens is given)" if packed else "[B, T, H, K]"
         hint = "; a packed [T, H, K] needs cu_seqlens" if q.dim() == 3 else ""
         raise ValueError(f"q: expected {expected}, got rank {q.dim()} with shape {_shape(q)}{hint}")
+    if packed and q.dim() == 4 and q.shape[0] != 1:
+        raise ValueError(f"q: expected batch size 1 beside cu_seqlens, got shape {_shape(q)}")
     for name, x, rank in (("k", k, q.dim()), ("v", v, q.dim()), ("g", g, q.dim()), ("beta", beta, q.dim() - 1)):
         if x.dim() != rank:
             raise ValueError(f"{name}: expected rank {rank} beside q of rank {q.dim()}, got shape {_shape(x)}")
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
+    *rows, H, K = q.shape
+    HV, V = v.shape[-2:]
+    BT = "B, T" if q.dim() == 4 else "T"
     if min(H, K) < 1:
         raise ValueError(f"q: expected H >= 1 and K >= 1, got shape {_shape(q)}")
-    _require_shape("k", k, (B, T, H, K), "[B, T, H, K] as q")
-    _require_shape("v", v, (B, T, HV, V), "[B, T, HV, V] with q's B and T")
+    _require_shape("k", k, (*rows, H, K), f"[{BT}, H, K] as q")
+    _require_shape("v", v, (*rows, HV, V), f"[{BT}, HV, V] beside q")
     if HV < 1 or V < 1 or HV % H:
         raise ValueError(f"v: expected HV a positive multiple of H = {H} and V >= 1, got HV = {HV}, V = {V}")
-    _require_shape("g", g, (B, T, HV, K), "[B, T, HV, K]")
-    _require_shape("beta", beta, (B, T, HV), "[B, T, HV]")
+    _require_shape("g", g, (*rows, HV, K), f"[{BT}, HV, K]")
+    _require_shape("beta", beta, (*rows, HV), f"[{BT}, HV]")
     _require_dtype("q", q, *_FLOATS)
     _require_dtype("k", k, q.dtype)
     _require_dtype("v", v, q.dtype)
@@ -138,17 +162,12 @@ def _parameter(name: str, x: Tensor, q: Tensor, shape: tuple[int, ...]) -> Tenso
     return x.reshape(shape)
 
 
-def _check_cu_seqlens(call: KdaCall) -> None:
-    cu = call.cu_seqlens
-    if cu is None:
-        return
+def _check_cu_seqlens(cu: Tensor, q: Tensor) -> None:
     _require_tensor("cu_seqlens", cu)
     _require_dtype("cu_seqlens", cu, *_INTS)
     if cu.dim() != 1 or cu.shape[0] < 2:
         raise ValueError(f"cu_seqlens: expected shape [N + 1] with N >= 1, got {_shape(cu)}")
-    _require_device("cu_seqlens", cu, call.q)
-    if call.B != 1:
-        raise ValueError(f"q: expected batch size 1 beside cu_seqlens, got shape {_shape(call.q)}")
+    _require_device("cu_seqlens", cu, q)
 
 
 def _check_flags(call: KdaCall) -> None:
@@ -178,7 +197,7 @@ def _check_state(call: KdaCall) -> None:
     _require_device("initial_state", state, call.q)
     tail = (call.HV, call.V, call.K) if call.state_v_first else (call.HV, call.K, call.V)
     pooled = call.ssm_state_indices is not None
-    first = state.shape[0] if pooled and state.dim() else call.N
+    first = max(state.shape[0], 1) if pooled and state.dim() else call.N  # a pool has the null slot at least
     spelled = f"[{'slots' if pooled else 'N'}, HV, {'V, K' if call.state_v_first else 'K, V'}]"
     if tuple(state.shape) == (first, tail[0], tail[2], tail[1]) and call.K != call.V:
         raise ValueError(f"initial_state: expected shape {spelled} = {[first, *tail]}, got {_shape(state)}: "
@@ -196,8 +215,9 @@ def _check_pool(call: KdaCall) -> None:
             raise ValueError("ssm_state_indices: expected a pool as initial_state, got initial_state=None")
         if indices.dim() not in (1, 2) or indices.shape[0] != call.N:
             raise ValueError(f"ssm_state_indices: expected [N] or [N, S] with N = {call.N}, got {_shape(indices)}")
-        if indices.dim() == 2 and call.cu_seqlens is None and indices.shape[1] < call.T:
-            raise ValueError(f"ssm_state_indices: expected [N, S] with S >= T = {call.T}, got {_shape(indices)}")
+        least = 1 if call.cu_seqlens is not None else max(call.T, 1)
+        if indices.dim() == 2 and indices.shape[1] < least:
+            raise ValueError(f"ssm_state_indices: expected [N, S] with S >= {least}, got {_shape(indices)}")
     if accepted is not None:
         _require_tensor("num_accepted_tokens", accepted)
         _require_dtype("num_accepted_tokens", accepted, *_INTS)
@@ -206,3 +226,15 @@ def _check_pool(call: KdaCall) -> None:
             raise ValueError("num_accepted_tokens: expected ssm_state_indices of shape [N, S] beside it, got "
                              f"{'None' if indices is None else _shape(indices)}")  # fmt: skip
         _require_shape("num_accepted_tokens", accepted, (call.N,), "[N]")
+
+
+def _check_inplace(call: KdaCall) -> None:
+    state = call.initial_state
+    if any(size > 1 and stride == 0 for size, stride in zip(state.shape, state.stride(), strict=True)):
+        raise ValueError("initial_state: expected memory of its own for every element with inplace_final_state, got "
+                         f"an expanded tensor with strides {list(state.stride())}")  # fmt: skip
+    if torch.is_grad_enabled():
+        for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"):
+            if (x := getattr(call, name)) is not None and x.requires_grad:
+                raise ValueError(f"inplace_final_state: expected torch.no_grad() around it, got {name} that requires "
+                                 "grad; the state would be written over in the autograd graph")  # fmt: skip

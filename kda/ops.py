@@ -42,15 +42,16 @@ def chunk_kda(
             `use_gate_in_kernel`.
         beta: `[B, T, HV]`, fp32 or q's dtype: step size; its logits with `use_beta_sigmoid_in_kernel`.
         scale: factor on q; `K ** -0.5` if None.
-        initial_state: fp32 `[N, HV, V, K]` (`[N, HV, K, V]` with `state_v_first=False`), N = B or the number of
-            sequences in `cu_seqlens`; zeros if None.
+        initial_state: fp32 (fp64 beside fp64 inputs) `[N, HV, V, K]` (`[N, HV, K, V]` with `state_v_first=False`),
+            N = B or the number of sequences in `cu_seqlens`; zeros if None.
         output_final_state: also return the state after each sequence's last token.
         use_qk_l2norm_in_kernel: divide q and k by sqrt(sum of squares over K + 1e-6), before the scale.
         use_gate_in_kernel: decay = `-exp(A_log) * softplus(g + dt_bias)`, or, with `lower_bound`,
             `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`.
         use_beta_sigmoid_in_kernel: step size = `sigmoid(beta)`, `2 * sigmoid(beta)` with `allow_neg_eigval`.
-        A_log: fp32, HV elements in any shape; may be None (factor 1) where `lower_bound` is set.
-        dt_bias: fp32, HV·K elements in any shape, or None.
+        A_log: fp32 (or fp64 beside fp64 inputs), HV elements in any shape; may be None (factor 1) where
+            `lower_bound` is set.
+        dt_bias: dtypes as `A_log`, HV·K elements in any shape, or None.
         lower_bound: in [-5, 0).
         cu_seqlens: int32 or int64 `[N + 1]` on the tensors' device: starts at 0, never decreases; equal neighbours
             are empty sequences, and tokens past its last value are padding, for which `o` is 0.
@@ -58,7 +59,7 @@ def chunk_kda(
         backend: "auto", "tilelang", "pypto" or "torch"; None reads the environment's KDA_BACKEND, default "auto".
 
     Returns:
-        `o` in the layout and dtype of v, and the final state (fp32, layout as `initial_state`) or None.
+        `o` in the layout and dtype of v, and the final state (dtype and layout as `initial_state`'s) or None.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it, what was expected and what came.
@@ -102,7 +103,8 @@ def fused_recurrent_kda(
     The recurrence and the arguments are those of `chunk_kda`; besides:
 
     Args:
-        inplace_final_state: write the final states into `initial_state` itself, which is then what is returned.
+        inplace_final_state: write the final states into `initial_state` itself, which is then what is returned. Not
+            while autograd records: under `torch.no_grad()`, or with no tensor that requires grad.
         ssm_state_indices: int32 or int64. `[N]`: `initial_state` is a pool `[slots, HV, V, K]`, and sequence n starts
             from slot `ssm_state_indices[n]`; its last state goes back there (in place) or to row n of a new
             `[N, HV, V, K]`. `[N, S]`, for speculative decoding with at most S drafted tokens per sequence: the state
@@ -113,7 +115,10 @@ def fused_recurrent_kda(
             `ssm_state_indices[n, num_accepted_tokens[n] - 1]`, the state after its last accepted token.
 
     Returns:
-        `o` in the layout and dtype of v, and, with `output_final_state`, the states as above.
+        `o` in the layout and dtype of v, and, with `output_final_state`, the states as above; else None.
+
+    Raises:
+        As `chunk_kda`.
     """
     call = normalise("fused_recurrent_kda", q, k, v, g, beta, scale=scale, initial_state=initial_state,
                      output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -11,50 +12,95 @@ from kda.backends.call import KdaCall
 
 
 def check_values(call: KdaCall) -> None:
-    """Raise ValueError for the first argument whose values break the ABI, with the place of the offence."""
-    for name in ("q", "k", "v", "beta", "A_log", "dt_bias"):
-        _require(name, getattr(call, name), torch.isfinite, "finite values")
-    if call.use_gate_in_kernel:
-        _require("g", call.g, torch.isfinite, "finite values (raw gate)")
+    """Raise ValueError for the first argument whose values break the ABI, with the place of the offence.
+
+    What no operator reads may hold anything: padding behind `cu_seqlens[-1]`, the tokens of null sequences, slots of
+    the pool that no sequence starts from.
+    """
+    bounds = _sequence_bounds(call)
+    live = list(range(call.N))
+    if call.ssm_state_indices is not None:
+        start = _start_slots(call)
+        live = [n for n in live if start[n] > 0]
+        _check_pool(call, bounds, start, live)
     else:
-        _require("g", call.g, lambda g: g <= 0, "log decays in [-inf, 0]")
-    if call.cu_seqlens is not None:
-        _check_cu_seqlens(call.cu_seqlens.tolist(), call.T)
-    if call.ssm_state_indices is None:
         _require("initial_state", call.initial_state, torch.isfinite, "finite values")
+    read = torch.zeros(call.B, call.T, dtype=torch.bool)
+    for n in live:
+        read[0 if call.cu_seqlens is not None else n, slice(*bounds[n])] = True
+    read = read.to(call.q.device)
+    for name in ("q", "k", "v", "beta"):
+        _require(name, getattr(call, name), torch.isfinite, "finite values", read)
+    if call.use_gate_in_kernel:
+        _require("g", call.g, torch.isfinite, "finite values (raw gate)", read)
     else:
-        _check_pool(call, call.ssm_state_indices)
+        _require("g", call.g, lambda g: g <= 0, "log decays in [-inf, 0]", read)
+    for name in ("A_log", "dt_bias"):
+        _require(name, getattr(call, name), torch.isfinite, "finite values")
 
 
-def _require(name: str, x: Tensor | None, holds: Callable[[Tensor], Tensor], expected: str) -> None:
-    if x is not None and not (good := holds(x)).all():
-        where = (~good).nonzero()[0].tolist()
+def _require(name: str, x: Tensor | None, holds: Callable[[Tensor], Tensor], expected: str,
+             read: Tensor | None = None) -> None:  # fmt: skip
+    """`holds` for every element of x, or for those of the tokens where `read` [B, T] is true."""
+    if x is None:
+        return
+    bad = ~holds(x)
+    if read is not None:
+        bad &= read.view(*read.shape, *[1] * (x.dim() - 2))
+    if bad.any():
+        where = bad.nonzero()[0].tolist()
         raise ValueError(f"{name}: expected {expected}, got {x[tuple(where)].item()} at {where}")
 
 
-def _check_cu_seqlens(cu: list[int], T: int) -> None:
+def _sequence_bounds(call: KdaCall) -> list[tuple[int, int]]:
+    """First token and end of each sequence, along the token axis."""
+    if call.cu_seqlens is None:
+        return [(0, call.T)] * call.N
+    cu = call.cu_seqlens.tolist()
     falls = [i for i in range(1, len(cu)) if cu[i] < cu[i - 1]]
-    if cu[0] != 0 or falls or cu[-1] > T:
+    if cu[0] != 0 or falls or cu[-1] > call.T:
         where = f" (falls at index {falls[0]})" if falls else ""
-        raise ValueError(f"cu_seqlens: expected 0 first, no decrease, and at most T = {T} last, got {cu}{where}")
+        raise ValueError(f"cu_seqlens: expected 0 first, no decrease, and at most T = {call.T} last, got {cu}{where}")
+    return list(itertools.pairwise(cu))
 
 
-def _check_pool(call: KdaCall, indices: Tensor) -> None:
+def _start_slots(call: KdaCall) -> list[int]:
+    """The slot that each sequence starts from."""
+    indices, accepted = call.ssm_state_indices, call.num_accepted_tokens
     slots = call.initial_state.shape[0]
     _require("ssm_state_indices", indices, lambda i: i < slots, f"slots below {slots}")
-    start = indices if indices.dim() == 1 else indices[:, 0]
-    if indices.dim() == 2:
-        S = indices.shape[1]
-        if call.cu_seqlens is not None and (longest := int(call.cu_seqlens.diff().max())) > S:
-            raise ValueError(f"ssm_state_indices: expected S >= the longest sequence {longest}, got S = {S}")
-        if call.num_accepted_tokens is not None:
-            accepted = call.num_accepted_tokens
-            _require("num_accepted_tokens", accepted, lambda a: (a >= 1) & (a <= S), f"values in 1..{S}")
-            start = indices.gather(1, accepted.long()[:, None] - 1)[:, 0]
-    for slot in start[start > 0].tolist():
+    if indices.dim() == 1:
+        return indices.tolist()
+    if accepted is None:
+        return indices[:, 0].tolist()
+    S = indices.shape[1]
+    _require("num_accepted_tokens", accepted, lambda a: (a >= 1) & (a <= S), f"values in 1..{S}")
+    return indices.gather(1, accepted.long()[:, None] - 1)[:, 0].tolist()
+
+
+def _check_pool(call: KdaCall, bounds: list[tuple[int, int]], start: list[int], live: list[int]) -> None:
+    for slot in (start[n] for n in live):
         _require(f"initial_state[{slot}]", call.initial_state[slot], torch.isfinite, "finite values")
+    slots = call.ssm_state_indices.tolist()
+    lengths = [end - begin for begin, end in bounds]
+    if call.ssm_state_indices.dim() == 1:
+        slots, lengths = [[slot] for slot in slots], [min(length, 1) for length in lengths]
+    elif (longest := max(lengths, default=0)) > (S := call.ssm_state_indices.shape[1]):
+        raise ValueError(f"ssm_state_indices: expected S >= the longest sequence {longest}, got S = {S}")
     if call.inplace_final_state:
-        slots, count = indices[indices > 0].unique(return_counts=True)
-        if (repeated := slots[count > 1]).numel():
-            raise ValueError("ssm_state_indices: expected distinct slots with inplace_final_state, got "
-                             f"{repeated.tolist()} more than once")  # fmt: skip
+        _check_written({n: [slot for slot in slots[n][: lengths[n]] if slot > 0] for n in live}, start)
+
+
+def _check_written(written: dict[int, list[int]], start: list[int]) -> None:
+    """No slot is written twice, nor by another sequence than the one that starts from it."""
+    writer: dict[int, int] = {}
+    for n, slots in written.items():
+        for slot in slots:
+            if slot in writer:
+                raise ValueError("ssm_state_indices: expected distinct slots with inplace_final_state, got slot "
+                                 f"{slot} for sequences {writer[slot]} and {n}")  # fmt: skip
+            writer[slot] = n
+    for n in written:
+        if (other := writer.get(start[n], n)) != n:
+            raise ValueError("ssm_state_indices: expected start slots that no other sequence writes, got slot "
+                             f"{start[n]}, where sequence {n} starts and sequence {other} writes")  # fmt: skip
