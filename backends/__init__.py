@@ -76,11 +76,13 @@ def select(call: KdaCall, backend: str | None = None) -> Backend:
 
     `auto` takes the backend of the tensors' device and falls back to torch with one warning per reason. A backend
     named explicitly never falls back: NotImplementedError lists every reason why it cannot take the call.
-    Raises ValueError for an unknown name, with the known ones.
+    Raises ValueError for an unknown name, with the known ones, and TypeError for what is no name.
     """
     source, name = "backend", backend
     if name is None:
         source, name = "KDA_BACKEND", os.environ.get("KDA_BACKEND") or "auto"
+    if not isinstance(name, str):
+        raise TypeError(f"backend: expected a str or None, got {type(name).__name__}")
     if name not in ("auto", *NAMES):
         raise ValueError(f"{source}: expected one of auto, {', '.join(NAMES)}, got {name!r}")
     if name == "auto":

@@ -76,19 +76,25 @@ def test_the_argument_wins_over_the_environment(fake, monkeypatch) -> None:
     assert len(fake.CALLS) == 2
 
 
-@pytest.mark.parametrize("name", ["cuda", "Torch", "", ["torch"], 3])
-def test_unknown_name(name: object, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["cuda", "Torch", ""])
+def test_unknown_name(name: str, monkeypatch) -> None:
     known = "expected one of auto, tilelang, pypto, torch, got "
     with pytest.raises(ValueError) as error:
         kda.chunk_kda(**dense(), backend=name)
     assert str(error.value) == f"backend: {known}{name!r}"
-    if isinstance(name, str) and name:
+    with pytest.raises(ValueError, match="expected one of tilelang, pypto, torch, got"):
+        backends.load(name)
+    if name:
         monkeypatch.setenv("KDA_BACKEND", name)
         with pytest.raises(ValueError) as error:
             kda.chunk_kda(**dense())
         assert str(error.value) == f"KDA_BACKEND: {known}{name!r}"
-        with pytest.raises(ValueError, match=r"expected one of tilelang, pypto, torch, got"):
-            backends.load(name)
+
+
+@pytest.mark.parametrize("backend", [["torch"], 3, torch.zeros(2)])
+def test_no_name_at_all(backend: object) -> None:
+    with pytest.raises(TypeError, match=f"^backend: expected a str or None, got {type(backend).__name__}$"):
+        kda.chunk_kda(**dense(), backend=backend)
 
 
 def test_status(fake, monkeypatch) -> None:
