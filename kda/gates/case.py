@@ -1,0 +1,204 @@
+"""What a gate case is, and the run that a case drives: calls, references, limits and findings."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import kda
+from kda import backends, golden
+from kda.golden.compare import Comparison, compare, rel_rmse
+from kda.normalise import normalise
+
+O_LIMIT = 1e-2
+"""|error| of every element of o: at most O_LIMIT + O_LIMIT · |reference|."""
+STATE_LIMIT = 1e-3
+"""The same for the final state, on stable inputs."""
+REL_RMSE_LIMIT = 5e-3
+"""Root of the mean square error over that of the reference: o, the final state, and each stage."""
+COLLINEAR_LIMIT = 1e-2
+"""The same where keys are near-identical and hardly decay: I + Akk is ill-conditioned there."""
+
+Inputs = dict[str, object]
+PER_TOKEN = ("q", "k", "v", "g", "beta")
+
+
+class Skip(Exception):
+    """Raised by a case that this machine cannot run; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table: `check` drives a `Run` and leaves its findings there."""
+
+    id: str
+    title: str
+    check: Callable[[Run], None]
+    slow: bool
+
+
+@dataclass
+class Finding:
+    """One thing that a case looked at."""
+
+    what: str
+    ok: bool
+    text: str
+    comparison: Comparison | None = None
+    error: Tensor | None = None  # largest |error| of o over heads, [tokens, V], for the plot
+
+
+@dataclass
+class Result:
+    """A case with its outcome: "passed", "failed", "skipped" (this machine) or "refused" (the backend says why)."""
+
+    case: Case
+    outcome: str = "passed"
+    reason: str = ""
+    findings: list[Finding] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(id: str, title: str, *, slow: bool = False) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
+    """Enter the decorated function into the table; slow cases run only when asked for."""
+
+    def enter(check: Callable[[Run], None]) -> Callable[[Run], None]:
+        assert id not in CASES, id
+        CASES[id] = Case(id, title, check, slow)
+        return check
+
+    return enter
+
+
+class Run:
+    """A case under way on one backend, device and dtype."""
+
+    def __init__(self, backend: str, device: str, dtype: torch.dtype) -> None:
+        self.backend, self.device, self.dtype = backend, torch.device(device), dtype
+        self.findings: list[Finding] = []
+
+    # ---- inputs and calls
+
+    def stable(self, B: int, T: int, H: int, K: int = 128, **options: object) -> Inputs:
+        """`golden.inputs.stable` on this run's device and dtype."""
+        return golden.inputs.stable(B, T, H, K, dtype=self.dtype, device=self.device, **options)
+
+    def raw(self, B: int, T: int, H: int, K: int = 128, **options: object) -> Inputs:
+        """`golden.inputs.raw`: norm, gate and sigmoid are left to the kernel."""
+        return golden.inputs.raw(B, T, H, K, dtype=self.dtype, device=self.device, **options)
+
+    def chunk_kda(self, **inputs: object) -> tuple[Tensor, Tensor]:
+        """The backend's output and final state."""
+        return kda.chunk_kda(**{**inputs, "output_final_state": True}, backend=self.backend)
+
+    def fused_recurrent_kda(self, **inputs: object) -> tuple[Tensor, Tensor]:
+        """The backend's output and final state or states, token by token."""
+        return kda.fused_recurrent_kda(**{**inputs, "output_final_state": True}, backend=self.backend)
+
+    def needs_memory(self, gigabytes: int) -> None:
+        """Skip the case where the device has less free memory than this."""
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if free < gigabytes << 30:
+            raise Skip(f"needs {gigabytes} GiB of free memory on {self.device.type}, has {free >> 30}")
+
+    # ---- findings
+
+    def accuracy(self, inputs: Inputs, label: str = "", *, stable: bool = True, limit: float = REL_RMSE_LIMIT) -> None:
+        """Hold `chunk_kda(**inputs)` to the reference; on a departure, name the first stage that departs."""
+        o, state = self.chunk_kda(**inputs)
+        expected_o, expected_state = reference(inputs)
+        good = self.close(f"{label} o".strip(), o, expected_o, O_LIMIT, limit, tokens=True)
+        state_limit = STATE_LIMIT if stable else float("inf")
+        good &= self.close(f"{label} state".strip(), state, expected_state, state_limit, limit)
+        if not good and (stage := first_departing_stage(self.backend, inputs)):
+            self.findings.append(Finding(f"{label} stage".strip(), False, f"first stage that departs: {stage}"))
+
+    def close(self, what: str, actual: Tensor, expected: Tensor, atol: float, limit: float = REL_RMSE_LIMIT,
+              *, tokens: bool = False) -> bool:  # fmt: skip
+        """|actual - expected| <= atol + atol · |expected| everywhere (atol may be inf), and relative RMSE <= limit."""
+        found = compare(actual, expected, atol=atol, rtol=atol if atol < float("inf") else 0.0, max_rel_rmse=limit)
+        error = _over_heads(actual, expected) if tokens else None
+        self.findings.append(Finding(what, found.ok, str(found), found, error))
+        return found.ok
+
+    def same_bits(self, what: str, actual: Tensor, expected: Tensor) -> None:
+        """The two tensors are equal bit for bit (a NaN equals itself)."""
+        if actual.shape != expected.shape or actual.dtype != expected.dtype:
+            text = f"{list(actual.shape)} {actual.dtype} against {list(expected.shape)} {expected.dtype}"
+            self.findings.append(Finding(what, False, text))
+            return
+        a, b = actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+        differ = (a != b).nonzero()
+        text = "same bits" if not len(differ) else f"{len(differ)} bytes differ, the first at {differ[0].tolist()}"
+        self.findings.append(Finding(what, not len(differ), text))
+
+    def holds(self, what: str, ok: bool, text: str) -> None:
+        """Any other property; `text` says what was seen."""
+        self.findings.append(Finding(what, bool(ok), text))
+
+
+def _over_heads(actual: Tensor, expected: Tensor) -> Tensor:
+    """The largest |error| over heads, [tokens, V], by runs of tokens so that large outputs are not copied whole."""
+    pairs = zip(actual.flatten(0, -3).split(4_096), expected.flatten(0, -3).split(4_096), strict=True)
+    return torch.cat([(a.float() - e.float()).abs().amax(1).cpu() for a, e in pairs])
+
+
+def reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The fp64 token recurrence where that is quick, else the golden: fp64, or fp32 for the largest."""
+    B, T = inputs["beta"].shape[:2] if inputs["beta"].dim() == 3 else (1, inputs["beta"].shape[0])
+    rows = inputs["beta"].numel()  # tokens x value heads
+    if rows <= 20_000 and B * T <= 4_096:
+        return recurrence(**inputs)
+    dtype = torch.float64 if rows <= 100_000 else torch.float32
+    return golden.chunk_kda_golden(**{**inputs, "output_final_state": True}, dtype=dtype)
+
+
+def recurrence(**inputs: object) -> tuple[Tensor, Tensor]:
+    """The fp64 token recurrence with its final state."""
+    return golden.recurrent_kda_golden(**{**inputs, "output_final_state": True})
+
+
+def tokens(inputs: Inputs, start: int, stop: int) -> Inputs:
+    """The same call on the tokens [start, stop) alone."""
+    return {name: x[:, start:stop] if name in PER_TOKEN else x for name, x in inputs.items()}
+
+
+def first_departing_stage(backend: str, inputs: Inputs) -> str | None:
+    """The first of M1 to M4 where the backend's own tensors leave the golden's; None where all that it has agree."""
+    call = normalise("chunk_kda", **inputs)
+    actual = backends.load(backend).stages(call)
+    if not actual:
+        return None
+    expected = golden.chunk_kda_stages(**inputs, chunk_size=actual["Aqk"].shape[-1])
+    for stage, names in golden.STAGES.items():
+        for name in names:
+            if name in actual and not (error := rel_rmse(actual[name], expected[name])) <= REL_RMSE_LIMIT:
+                return f"{stage} ({name}, relative RMSE {error:.2e})"
+    return None
+
+
+def run_case(case: Case, backend: str, device: str, dtype: torch.dtype) -> Result:
+    """Run one case; an exception is a failure with its message, a refusal by the backend is told apart."""
+    run, result, start = Run(backend, device, dtype), Result(case), time.perf_counter()
+    try:
+        case.check(run)
+        result.outcome = "passed" if run.findings and all(f.ok for f in run.findings) else "failed"
+    except Skip as skip:
+        result.outcome, result.reason = "skipped", str(skip)
+    except NotImplementedError as refusal:
+        result.outcome, result.reason = "refused", str(refusal)
+    except Exception as error:
+        result.outcome, result.reason = "failed", f"{type(error).__name__}: {error}"
+    result.findings, result.seconds = run.findings, time.perf_counter() - start
+    return result

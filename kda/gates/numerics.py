@@ -1,0 +1,78 @@
+"""Cases by value: decays that break pivots and clamps, near-singular keys, cancellation, and every flag."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from kda import golden
+from kda.gates.case import COLLINEAR_LIMIT, Run, case
+
+DECAYS = {
+    "G-1.5": ("log decay -1.5 throughout", -1.5),
+    "G-2": ("log decay -2 throughout", -2.0),
+    "G-5": ("log decay -5 throughout", -5.0),
+    "G-1000": ("log decay -1000 on half the tokens", "half_1000"),
+    "G0": ("no decay", 0.0),
+    "G-INF": ("log decay -inf throughout", float("-inf")),
+    "GMIX": ("log decays 0, -1000, -inf and ordinary, mixed", "mixed"),
+}
+
+
+def _decay(run: Run, gate: float | str) -> None:
+    run.accuracy(run.stable(1, 300, 2, gate=gate, initial_state=True), "fixed length")
+    run.accuracy(run.stable(1, 200, 2, gate=gate, lengths=[63, 0, 137], initial_state=True), "packed")
+
+
+for _id, (_title, _gate) in DECAYS.items():
+    case(_id, _title)(partial(_decay, gate=_gate))
+
+
+@case("COLLINEAR", "near-identical positive keys, beta near 1, hardly any decay")
+def collinear(run: Run) -> None:
+    inputs = golden.inputs.collinear(1, 512, 2, dtype=run.dtype, device=run.device)
+    run.accuracy(inputs, stable=False, limit=COLLINEAR_LIMIT)
+
+
+@case("CANCEL", "the worst cancellation in u - wS of 64 random rescalings")
+def cancel(run: Run) -> None:
+    inputs = golden.inputs.cancellation_stress(1, 256, 2, dtype=run.dtype, device=run.device)
+    run.accuracy(inputs, stable=False)
+
+
+@case("L2NORM", "the norm flag changes the result, and both are right")
+def l2norm(run: Run) -> None:
+    inputs = run.stable(1, 200, 4)
+    off, _ = run.chunk_kda(**inputs)
+    on, _ = run.chunk_kda(**inputs, use_qk_l2norm_in_kernel=True)
+    difference = (on.float() - off.float()).abs().max().item()
+    run.holds("on against off", difference > 1e-4, f"largest difference {difference:.2e}, expected more than 1e-4")
+    run.accuracy({**inputs, "use_qk_l2norm_in_kernel": True}, "on", stable=False)
+    run.accuracy({**inputs, "use_qk_l2norm_in_kernel": False}, "off")
+
+
+@case("SOFTPLUS", "norm, softplus gate and beta's sigmoid in the kernel")
+def softplus(run: Run) -> None:
+    run.accuracy(run.raw(2, 200, 2, HV=4, initial_state=True), stable=False)
+
+
+@case("LOWERBOUND", "the gate with a lower bound of -5, with and without A_log")
+def lowerbound(run: Run) -> None:
+    inputs = run.raw(2, 200, 2, lower_bound=-5.0, initial_state=True)
+    run.accuracy(inputs, "A_log", stable=False)
+    run.accuracy({**inputs, "A_log": None}, "no A_log", stable=False)
+    run.accuracy({**inputs, "dt_bias": None}, "no dt_bias", stable=False)
+
+
+@case("SIGMOID", "beta's sigmoid alone, and doubled for negative eigenvalues")
+def sigmoid(run: Run) -> None:
+    inputs = run.stable(1, 200, 2)
+    logits = {**inputs, "beta": torch.logit(inputs["beta"]), "use_beta_sigmoid_in_kernel": True}
+    run.accuracy(logits, "sigmoid")
+    run.accuracy({**logits, "allow_neg_eigval": True}, "doubled", stable=False)
+
+
+@case("SCALE", "a scale of one's own")
+def scale(run: Run) -> None:
+    run.accuracy({**run.stable(1, 100, 2), "scale": 0.5})

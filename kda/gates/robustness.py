@@ -1,0 +1,143 @@
+"""Cases by circumstance: repetition, order, poisoned memory, strides, padding, and edited cu_seqlens."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from kda.gates.case import PER_TOKEN, Inputs, Run, Skip, case, tokens
+
+
+@case("DETERMINISM", "the same inputs give the same bits")
+def determinism(run: Run) -> None:
+    inputs = run.stable(1, 1000, 4, initial_state=True)
+    o, state = run.chunk_kda(**inputs)
+    again_o, again_state = run.chunk_kda(**inputs)
+    run.same_bits("o", again_o, o)
+    run.same_bits("state", again_state, state)
+
+
+@case("NANORDER", "no NaN or inf in a sequence of launches that once left stale data behind")
+def nan_order(run: Run) -> None:
+    launches = [
+        run.stable(1, 512, 8), run.stable(1, 128, 2), run.stable(1, 37, 2, lengths=[37]),
+        run.stable(1, 584, 2, lengths=[64, 200, 320]), run.stable(1, 384, 2),
+        run.stable(1, 1029, 4, lengths=[1029]), run.stable(1, 512, 4, lengths=[100, 128, 284], initial_state=True),
+    ]  # fmt: skip
+    for i, inputs in enumerate(launches + launches[::-1]):
+        o, state = run.chunk_kda(**inputs)
+        bad = int((~o.isfinite()).sum() + (~state.isfinite()).sum())
+        run.holds(f"launch {i}", bad == 0, f"{bad} values are not finite")
+
+
+@case("ORDER", "30 rounds among calls of other shapes give the same bits")
+def order(run: Run) -> None:
+    calls = [
+        run.stable(1, 100, 2), run.stable(2, 65, 1, initial_state=True),
+        run.stable(1, 130, 2, lengths=[1, 0, 129]), run.raw(1, 64, 2),
+    ]  # fmt: skip
+    first = [run.chunk_kda(**inputs) for inputs in calls]
+    shuffled, differ = random.Random(0), 0
+    for _ in range(30):
+        for i in shuffled.sample(range(len(calls)), len(calls)):
+            o, state = run.chunk_kda(**calls[i])
+            differ += not (torch.equal(o, first[i][0]) and torch.equal(state, first[i][1]))
+    run.holds("rounds", differ == 0, f"{differ} of {30 * len(calls)} calls gave other bits (or a NaN)")
+
+
+@case("PADDING", "tokens past the last sequence: o is 0, the state is untouched by what they hold")
+def padding(run: Run) -> None:
+    inputs = run.stable(1, 300, 2, lengths=[70, 90], initial_state=True)
+    real = tokens(inputs, 0, 160)
+    o, state = run.chunk_kda(**real)
+    for poison in (0.0, 1e30, float("nan")):
+        padded = {**inputs, **{name: inputs[name].clone() for name in PER_TOKEN}}
+        for name in PER_TOKEN:
+            padded[name][:, 160:] = -poison if name == "g" else poison
+        padded_o, padded_state = run.chunk_kda(**padded)
+        run.same_bits(f"{poison:g} o", padded_o[:, :160], o)
+        run.same_bits(f"{poison:g} state", padded_state, state)
+        run.holds(f"{poison:g} padding", not padded_o[:, 160:].any(), "o is 0 on the padding")
+    run.accuracy(real)
+
+
+@case("POISON", "NaN and 1e30 around the tensors and in freed memory leave no trace")
+def poison(run: Run) -> None:
+    inputs = run.stable(1, 200, 2, lengths=[37, 0, 163], initial_state=True)
+    o, state = run.chunk_kda(**inputs)
+    for value in (float("nan"), 1e30):
+        embedded = {
+            name: _embedded(x, value) if isinstance(x, Tensor) and x.is_floating_point() else x
+            for name, x in inputs.items()
+        }
+        for like in (o, state, o, state):  # what an allocator may hand out again as the output
+            torch.full_like(like, value)
+        poisoned_o, poisoned_state = run.chunk_kda(**embedded)
+        run.same_bits(f"{value:g} o", poisoned_o, o)
+        run.same_bits(f"{value:g} state", poisoned_state, state)
+
+
+def _embedded(x: Tensor, value: float, margin: int = 1 << 14) -> Tensor:
+    """x as a contiguous view inside a larger buffer filled with `value`."""
+    buffer = torch.full((x.numel() + 2 * margin,), value, dtype=x.dtype, device=x.device)
+    view = buffer[margin : margin + x.numel()].view(x.shape)
+    return view.copy_(x)
+
+
+@case("STRIDES", "slices of a fused QKV, a strided beta, a transposed gate and state")
+def strides(run: Run) -> None:
+    inputs = run.stable(2, 100, 2, initial_state=True)
+    o, state = run.chunk_kda(**inputs)
+    qkv = torch.cat([inputs["q"], inputs["k"], inputs["v"]], dim=2)
+    strided = {
+        **inputs,
+        "q": qkv[:, :, 0:2], "k": qkv[:, :, 2:4], "v": qkv[:, :, 4:6],
+        "g": inputs["g"].transpose(1, 2).contiguous().transpose(1, 2),
+        "beta": torch.stack([inputs["beta"], inputs["beta"] * 9], -1)[..., 0],
+        "initial_state": inputs["initial_state"].mT.contiguous().mT,
+    }  # fmt: skip
+    assert not any(strided[name].is_contiguous() for name in (*PER_TOKEN, "initial_state"))
+    strided_o, strided_state = run.chunk_kda(**strided)
+    run.same_bits("o", strided_o, o)
+    run.same_bits("state", strided_state, state)
+    run.accuracy(inputs)
+
+
+@case("ALIAS", "cu_seqlens edited in place between two calls")
+def alias(run: Run) -> None:
+    inputs = run.stable(1, 200, 2, lengths=[50, 150])
+    run.accuracy(inputs, "before")
+    inputs["cu_seqlens"][1] = 120
+    run.accuracy(inputs, "after")
+
+
+@case("GRAPH", "a CUDA graph of a packed call, replayed with new values and new cu_seqlens")
+def graph(run: Run) -> None:
+    if run.device.type != "cuda":
+        raise Skip("CUDA graphs need a CUDA device")
+    fixed = run.raw(1, 500, 2, lengths=[100, 0, 337], initial_state=True)
+    _warm_up(run, fixed)
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded):
+        o, state = run.chunk_kda(**fixed)
+    for seed, lengths in ((1, [1, 400, 99]), (2, [0, 0, 63])):
+        fresh = run.raw(1, 500, 2, lengths=lengths, initial_state=True, seed=seed)
+        for name, x in fixed.items():
+            if isinstance(x, Tensor):
+                x.copy_(fresh[name])
+        recorded.replay()
+        expected_o, expected_state = run.chunk_kda(**fresh)
+        run.same_bits(f"{lengths} o", o, expected_o)
+        run.same_bits(f"{lengths} state", state, expected_state)
+        run.accuracy(fresh, str(lengths), stable=False)
+
+
+def _warm_up(run: Run, inputs: Inputs) -> None:
+    """Build and load what the call needs on a side stream, as capture demands."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run.chunk_kda(**inputs)
+    torch.cuda.current_stream().wait_stream(side)
