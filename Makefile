@@ -16,10 +16,10 @@ test: $(VENV)/.test
 gate: $(VENV)/.base
 	$(BIN)/python -m kda gate
 
-# torch is installed by itself first, so that resolving the package cannot replace the pinned build.
+# torch is installed first, so that resolving the package cannot replace the pinned build; without numpy it warns.
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet "$(TORCH)" numpy
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
