@@ -27,12 +27,12 @@ class Activation:
     dt_bias: Tensor | None = None
     lower_bound: float | None = None
 
-    def chunked(self) -> Activation:
-        """The same for tensors in chunk layout, where the tokens lie between heads and channels."""
+    def chunked(self, heads: slice) -> Activation:
+        """The same for some of the value heads, in chunk layout, where the tokens lie between heads and channels."""
         return replace(
             self,
-            A_log=None if self.A_log is None else self.A_log.unsqueeze(-2),
-            dt_bias=None if self.dt_bias is None else self.dt_bias.unsqueeze(-2),
+            A_log=None if self.A_log is None else self.A_log[heads, None],
+            dt_bias=None if self.dt_bias is None else self.dt_bias[heads, None],
         )
 
     def queries(self, q: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -36,22 +35,26 @@ class Call:
     cu_seqlens: Tensor | None = None  # [N + 1]
     state_v_first: bool = True
 
-    starts: list[int] = field(init=False)  # first token of each sequence
-    lengths: list[int] = field(init=False)  # tokens of each sequence
+    starts: Tensor = field(init=False)  # [N] first token of each sequence
+    lengths: Tensor = field(init=False)  # [N] tokens of each sequence
     o_shape: torch.Size = field(init=False)  # v's shape as it came
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.detach())
         self.o_shape = self.v.shape
         if self.cu_seqlens is None:
             if self.q.dim() != 4:
                 raise ValueError(f"q: expected [B, T, H, K] without cu_seqlens, got {list(self.q.shape)}")
             B, T = self.q.shape[:2]
-            self.starts, self.lengths = [b * T for b in range(B)], [T] * B
+            self.starts = T * torch.arange(B, device=self.q.device)
+            self.lengths = torch.full_like(self.starts, T)
         else:
             if self.q.dim() == 4 and self.q.shape[0] != 1:
-                raise ValueError(f"q: batch 1 expected with cu_seqlens, got {self.q.shape[0]}")
-            bounds = self.cu_seqlens.tolist()
-            self.starts, self.lengths = bounds[:-1], [end - start for start, end in pairwise(bounds)]
+                raise ValueError(f"q: expected batch 1 with cu_seqlens, got {self.q.shape[0]}")
+            bounds = self.cu_seqlens.to(self.q.device, torch.long)
+            self.starts, self.lengths = bounds[:-1], bounds.diff()
         if self.q.dim() == 4:
             self.q, self.k, self.v, self.g, self.beta = (
                 x.flatten(0, 1) for x in (self.q, self.k, self.v, self.g, self.beta)
@@ -77,7 +80,7 @@ class Call:
 
     @property
     def N(self) -> int:
-        return len(self.lengths)
+        return self.lengths.shape[0]
 
     @property
     def activation(self) -> Activation:

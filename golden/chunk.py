@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -13,16 +14,21 @@ from . import stages
 from .call import Call
 from .constants import CHUNK_SIZE
 
-BLOCK_TOKENS = 4096
-"""Tokens times heads that are in work at once; bounds memory whatever the call's size."""
+HEAD_GROUP = 4
+"""Value heads that go through the stages together."""
+
+BLOCK_TOKENS = 2048
+"""Tokens times heads that are in work at once (per thread on the CPU): what bounds memory whatever the call's size."""
 
 
 class Block(NamedTuple):
-    """Some consecutive chunks of some sequences, all heads; tensors are `[chunks, sequences, HV, C, ...]`."""
+    """Consecutive chunks of some sequences and heads; tensors are `[chunks, sequences, heads, C, ...]`."""
 
+    ns: Tensor  # [sequences] which ones
+    heads: slice  # of the HV value heads
+    chunks: Tensor  # [chunks] counted within the sequence
     rows: Tensor  # [chunks, sequences, C] token index
     valid: Tensor  # [chunks, sequences, C] False past a sequence's end
-    table: Tensor  # [chunks, sequences] position in the table of all chunks
     tensors: dict[str, Tensor]  # every stage's, and o
 
 
@@ -34,12 +40,13 @@ def chunk_kda_golden(
     Returns o (v's layout) and the final state (the caller's layout, None unless asked for), both in `dtype`.
     """
     call = Call(*args, **kwargs)
-    state = _initial_state(call, dtype)
     o = torch.zeros(call.v.shape, dtype=dtype, device=call.v.device)
-    for block in _blocks(call, state, chunk_size):
-        o[block.rows[block.valid]] = block.tensors["o"].movedim(-2, 2)[block.valid]
-    final = call.to_kv(state).contiguous() if call.output_final_state else None
-    return o.reshape(call.o_shape), final
+
+    def keep(block: Block) -> None:
+        o[:, block.heads][block.rows[block.valid]] = block.tensors["o"].transpose(2, 3)[block.valid]
+
+    state = _run(call, chunk_size, dtype, keep)
+    return o.reshape(call.o_shape), call.to_kv(state).contiguous() if call.output_final_state else None
 
 
 def chunk_kda_stages(
@@ -51,67 +58,100 @@ def chunk_kda_stages(
     are zero, except that G stays flat and Ainv has 1 on its diagonal. All in `dtype`, G in fp64.
     """
     call = Call(*args, **kwargs)
-    chunks = sum(-(-length // chunk_size) for length in call.lengths)
-    tables: dict[str, Tensor] = {}
-    for block in _blocks(call, _initial_state(call, dtype), chunk_size):
-        for name in (name for names in stages.STAGES.values() for name in names):
-            value = block.tensors[name]
-            if name not in tables:
-                tables[name] = value.new_zeros(chunks, *value.shape[2:])
-            tables[name][block.table] = value
+    C, K, V = chunk_size, call.K, call.V
+    counts = _counts(call, C)
+    first = counts.cumsum(0) - counts
+    shapes = {"beta": (C,), "Akk": (C, C), "Aqk": (C, C), "Ainv": (C, C), "decay": (K,), "h": (K, V)}
+    shapes |= {"u": (C, V), "v_new": (C, V)}
+    tables = {
+        name: call.v.new_zeros(
+            int(counts.sum()), call.HV, *shapes.get(name, (C, K)), dtype=torch.float64 if name == "G" else dtype
+        )
+        for name in chain(*stages.STAGES.values())
+    }
+
+    def keep(block: Block) -> None:
+        at = first[block.ns] + block.chunks[:, None]
+        for name, table in tables.items():
+            table[:, block.heads][at] = block.tensors[name]
+
+    _run(call, C, dtype, keep)
     return tables
 
 
-def _initial_state(call: Call, dtype: torch.dtype) -> Tensor:
-    """`[N, HV, K, V]`, a copy, as the blocks carry it forward in place."""
+def _run(call: Call, C: int, dtype: torch.dtype, keep: Callable[[Block], None]) -> Tensor:
+    """Take every chunk through the stages, hand each block to `keep`, return the final states `[N, HV, K, V]`."""
     if call.initial_state is None:
-        return torch.zeros(call.N, call.HV, call.K, call.V, dtype=dtype, device=call.v.device)
-    return call.to_kv(call.initial_state).to(dtype, copy=True)
+        state = torch.zeros(call.N, call.HV, call.K, call.V, dtype=dtype, device=call.v.device)
+    else:
+        state = call.to_kv(call.initial_state).to(dtype, copy=True)
+
+    def work(group: tuple[Tensor, slice]) -> None:
+        for block in _blocks(call, C, state, *group):
+            keep(block)
+
+    groups = list(_groups(call, C))
+    if state.device.type != "cpu":
+        for group in groups:
+            work(group)
+        return state
+
+    # One thread a group, each with single-threaded operations: they meet at no barrier, so a busy machine does no harm.
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(work, groups))
+    finally:
+        torch.set_num_threads(threads)
+    return state
 
 
-def _blocks(call: Call, state: Tensor, C: int) -> Iterator[Block]:
-    """Walk all sequences' chunks; `state` `[N, HV, K, V]` holds the states reached so far, in the end the final ones.
-
-    Sequences with equally many chunks go together, as far as BLOCK_TOKENS allows.
-    """
-    device = call.v.device
-    starts = torch.tensor(call.starts, device=device, dtype=torch.long)
-    lengths = torch.tensor(call.lengths, device=device, dtype=torch.long)
-    counts = [-(-length // C) for length in call.lengths]
-    first = torch.tensor([0, *counts], device=device).cumsum(0)
-    by_count: dict[int, list[int]] = defaultdict(list)
-    for n, count in enumerate(counts):
-        by_count[count].append(n)
-
-    for count, members in by_count.items():
-        together = max(1, BLOCK_TOKENS // (C * call.HV))
-        for ns in torch.tensor(members, device=device).split(together):
-            step = max(1, together // len(ns))
-            for c0 in range(0, count, step):
-                c = torch.arange(c0, min(c0 + step, count), device=device)[:, None]
-                within = c[..., None] * C + torch.arange(C, device=device)
-                valid = within < lengths[ns, None]
-                rows = (starts[ns, None] + within).where(valid, 0)
-                tensors = _run(call, rows, valid, state[ns])
-                state[ns] = tensors.pop("final_state")
-                yield Block(rows, valid, first[ns] + c, tensors)
+def _counts(call: Call, C: int) -> Tensor:
+    """Chunks in each sequence `[N]`."""
+    return (call.lengths + C - 1) // C
 
 
-def _run(call: Call, rows: Tensor, valid: Tensor, state: Tensor) -> dict[str, Tensor]:
-    """The four stages on one block, from the states `[sequences, HV, K, V]` that enter it."""
-    dtype, repeat, whole = state.dtype, call.HV // call.H, bool(valid.all())
+def _groups(call: Call, C: int) -> Iterator[tuple[Tensor, slice]]:
+    """Independent pieces of the call: sequences `[n]` with equally many chunks, and some of the value heads."""
+    counts = _counts(call, C)
+    for count in counts.unique():
+        for ns in (counts == count).nonzero()[:, 0].split(max(1, BLOCK_TOKENS // (C * HEAD_GROUP))):
+            for h in range(0, call.HV, HEAD_GROUP):
+                yield ns, slice(h, min(h + HEAD_GROUP, call.HV))
 
-    def chunked(x: Tensor, dtype: torch.dtype) -> Tensor:
+
+def _blocks(call: Call, C: int, state: Tensor, ns: Tensor, heads: slice) -> Iterator[Block]:
+    """Walk a group's chunks in order; `state` `[N, HV, K, V]` holds the states before them, in the end those after."""
+    starts, lengths = call.starts[ns, None], call.lengths[ns, None]
+    S = state[ns, heads]
+    step = max(1, BLOCK_TOKENS // (C * HEAD_GROUP * len(ns)))
+    for chunks in torch.arange(int(lengths[0] + C - 1) // C, device=state.device).split(step):
+        within = chunks[:, None, None] * C + torch.arange(C, device=state.device)
+        valid = within < lengths
+        rows = (starts + within).where(valid, 0)
+        tensors = _stages(call, heads, rows, valid, S)
+        S = tensors["final_state"]
+        yield Block(ns, heads, chunks, rows, valid, tensors)
+    state[ns, heads] = S
+
+
+def _stages(call: Call, heads: slice, rows: Tensor, valid: Tensor, S: Tensor) -> dict[str, Tensor]:
+    """The four stages on one block, from the states `[sequences, heads, K, V]` that enter it."""
+    v_heads = torch.arange(heads.start, heads.stop, device=S.device)
+    q_heads = v_heads // (call.HV // call.H)
+    padded = not valid.all()
+
+    def chunked(x: Tensor, of: Tensor, dtype: torch.dtype = S.dtype) -> Tensor:
         """`[tokens, heads, ...]` -> `[chunks, sequences, heads, C, ...]`, zero past a sequence's end."""
-        x = x[rows].transpose(2, 3)
-        if not whole:
-            x = x.where(valid[:, :, None].reshape(*valid.shape[:2], 1, -1, *[1] * (x.dim() - 4)), 0)
-        return x.to(dtype)
+        x = x[rows.unsqueeze(-1), of].to(dtype)
+        if padded:
+            x[~valid] = 0
+        return x.transpose(2, 3).contiguous()
 
-    q, k = (chunked(x, dtype).repeat_interleave(repeat, 2) for x in (call.q, call.k))
-    v, g, beta = chunked(call.v, dtype), chunked(call.g, torch.float64), chunked(call.beta, dtype)
-    a = stages.m1(q, k, g, beta, call.activation.chunked(), None if whole else valid[:, :, None])
-    b = stages.m2(a.q, a.k, a.beta, a.G)
-    c = stages.m3(a.q, a.k, v, a.beta, a.G, b.Ainv)
-    d = stages.m4(b.Aqk, c.qg, c.kg, c.decay, c.w, c.u, state)
-    return a._asdict() | b._asdict() | c._asdict() | d._asdict()
+    q, k, v = chunked(call.q, q_heads), chunked(call.k, q_heads), chunked(call.v, v_heads)
+    g, beta = chunked(call.g, v_heads, torch.float64), chunked(call.beta, v_heads)
+    m1 = stages.m1(q, k, g, beta, call.activation.chunked(heads), valid[:, :, None] if padded else None)
+    m2 = stages.m2(m1.q, m1.k, m1.beta, m1.G)
+    m3 = stages.m3(m1.q, m1.k, v, m1.beta, m1.G, m2.Ainv)
+    m4 = stages.m4(m2.Aqk, m3.qg, m3.kg, m3.decay, m3.w, m3.u, S)
+    return m1._asdict() | m2._asdict() | m3._asdict() | m4._asdict()

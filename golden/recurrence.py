@@ -1,6 +1,6 @@
 """The token recurrence in fp64: the definition of the operator, which judges everything else.
 
-    S <- diag(exp g) S        S <- S + beta k (v - kᵀ S)ᵀ        o = qᵀ S          S: [K, V]
+S <- diag(exp g) S        S <- S + beta k (v - kᵀ S)ᵀ        o = qᵀ S          S: [K, V]
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class RecurrentCall(Call):
             raise ValueError("initial_state: expected with ssm_state_indices or inplace_final_state, got None")
         if self.num_accepted_tokens is not None and (slots is None or slots.dim() != 2):
             raise ValueError("num_accepted_tokens: needs ssm_state_indices of shape [N, S]")
-        if slots is not None and slots.dim() == 2 and max(self.lengths, default=0) > slots.shape[1]:
-            raise ValueError(f"ssm_state_indices: a sequence of {max(self.lengths)} tokens has {slots.shape[1]} slots")
+        if slots is not None and slots.dim() == 2 and (self.lengths > slots.shape[1]).any():
+            raise ValueError(f"ssm_state_indices: {slots.shape[1]} slots for a sequence of {self.lengths.max()} tokens")
 
     def start_slots(self) -> Tensor | None:
         """Pool slot that each sequence starts from `[N]`; 0 and below are null."""
@@ -55,8 +55,7 @@ def recurrent_kda_golden(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
     decay, beta = act.log_decay(call.g).exp(), act.step_size(call.beta.double())
 
     device = v.device
-    lengths = torch.tensor(call.lengths, device=device, dtype=torch.long)
-    starts = torch.tensor(call.starts, device=device, dtype=torch.long)
+    starts, lengths = call.starts, call.lengths
     S, slots = torch.zeros(call.N, call.HV, call.K, call.V, dtype=torch.float64, device=device), call.start_slots()
     pool = None if call.initial_state is None else call.to_kv(call.initial_state).double().clone()
     if slots is not None:
