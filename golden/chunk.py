@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from . import stages
 from .call import Call
 from .constants import CHUNK_SIZE
+from .threads import for_each
 
 HEAD_GROUP = 4
 """Value heads that go through the stages together."""
@@ -90,19 +90,7 @@ def _run(call: Call, C: int, dtype: torch.dtype, keep: Callable[[Block], None]) 
         for block in _blocks(call, C, state, *group):
             keep(block)
 
-    groups = list(_groups(call, C))
-    if state.device.type != "cpu":
-        for group in groups:
-            work(group)
-        return state
-
-    # One thread a group, each with single-threaded operations: they meet at no barrier, so a busy machine does no harm.
-    threads = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            list(pool.map(work, groups))
-    finally:
-        torch.set_num_threads(threads)
+    for_each(work, _groups(call, C), state.device)
     return state
 
 

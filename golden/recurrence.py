@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 from .call import Call
+from .threads import for_each
+
+HEAD_GROUP = 4
+"""Value heads that one thread takes through the tokens together."""
 
 
 @dataclass(eq=False)
@@ -37,9 +41,14 @@ class RecurrentCall(Call):
         slots = self.ssm_state_indices
         if slots is None or slots.dim() == 1:
             return slots
-        accepted = self.num_accepted_tokens
-        column = torch.zeros_like(slots[:, 0]) if accepted is None else accepted.to(slots) - 1
-        return slots.gather(1, column.long()[:, None])[:, 0]
+        if self.num_accepted_tokens is None:
+            return slots[:, 0]
+        return slots.gather(1, self.num_accepted_tokens.long()[:, None] - 1)[:, 0]
+
+    def token_slots(self) -> Tensor | None:
+        """Pool slot that the state after each token goes to `[N, S]`, where every drafted token has its own."""
+        slots = self.ssm_state_indices
+        return None if slots is None or slots.dim() == 1 else slots.long()
 
 
 def recurrent_kda_golden(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -53,53 +62,58 @@ def recurrent_kda_golden(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
     q, k = (x.double().repeat_interleave(call.HV // call.H, 1) for x in (call.q, call.k))
     q, k, v = act.queries(q), act.keys(k), call.v.double()
     decay, beta = act.log_decay(call.g).exp(), act.step_size(call.beta.double())
+    o = torch.zeros_like(v)
 
-    device = v.device
-    starts, lengths = call.starts, call.lengths
-    S, slots = torch.zeros(call.N, call.HV, call.K, call.V, dtype=torch.float64, device=device), call.start_slots()
     pool = None if call.initial_state is None else call.to_kv(call.initial_state).double().clone()
+    slots, token_slots, lengths = call.start_slots(), call.token_slots(), call.lengths
+    S = torch.zeros(call.N, call.HV, call.K, call.V, dtype=torch.float64, device=v.device)
     if slots is not None:
         live = slots > 0
         S[live] = pool[slots[live].long()]
         lengths = lengths * live
     elif pool is not None:
         S.copy_(pool)
-
-    # One state per token is kept when each drafted token has a slot of its own.
-    per_token = slots is not None and call.ssm_state_indices.dim() == 2
-    token_states = S.new_zeros(len(v) if per_token and not call.inplace_final_state else 0, *S.shape[1:])
+    token_states = None
+    if token_slots is not None and not call.inplace_final_state:
+        token_states = S.new_zeros(len(v), *S.shape[1:])
 
     # Longest first, so that the sequences still running at step t are always the first ones.
-    order = lengths.argsort(descending=True, stable=True)
-    S, starts, sorted_lengths = S[order], starts[order], lengths[order]
-    o = torch.zeros_like(v)
-    for t in range(max(sorted_lengths.tolist(), default=0)):
-        n = int((sorted_lengths > t).sum())
-        at, state = starts[:n] + t, S[:n]
-        state *= decay[at].unsqueeze(-1)
-        delta = beta[at].unsqueeze(-1) * (v[at] - _row(k[at], state))
-        state += k[at].unsqueeze(-1) * delta.unsqueeze(-2)
-        o[at] = _row(q[at], state)
-        if per_token and call.inplace_final_state:
-            slot = call.ssm_state_indices[order[:n], t].long()
-            pool[slot[slot > 0]] = state[slot > 0]
-        elif per_token:
-            token_states[at] = state
+    lengths, order = lengths.sort(descending=True, stable=True)
+    starts, S = call.starts[order], S[order]
+    steps = torch.arange(int(lengths.max()) if call.N else 0, device=v.device)
+    running = (call.N - torch.searchsorted(lengths.flip(0), steps, right=True)).tolist()
+
+    def run(h: slice) -> None:
+        states = S[:, h].contiguous()
+        for t, n in enumerate(running):
+            at, state = starts[:n] + t, states[:n]
+            state *= decay[at, h].unsqueeze(-1)
+            delta = beta[at, h].unsqueeze(-1) * (v[at, h] - _read(state, k[at, h]))
+            state += k[at, h].unsqueeze(-1) * delta.unsqueeze(-2)
+            o[at, h] = _read(state, q[at, h])
+            if token_states is not None:
+                token_states[at, h] = state
+            elif token_slots is not None:
+                slot = token_slots[order[:n], t]
+                pool[slot[slot > 0], h] = state[slot > 0]
+        S[:, h] = states
+
+    for_each(run, (slice(h, h + HEAD_GROUP) for h in range(0, call.HV, HEAD_GROUP)), v.device)
 
     final = torch.empty_like(S)
     final[order] = S
-    if call.inplace_final_state:
-        if slots is None:
-            pool = final
-        elif not per_token:
-            pool[slots[lengths > 0].long()] = final[lengths > 0]
-        final = pool
-    elif per_token:
+    if token_states is not None:
         final = token_states
+    elif token_slots is not None:
+        final = pool
+    elif slots is not None and call.inplace_final_state:
+        ran = order[lengths > 0]
+        pool[slots[ran].long()] = final[ran]
+        final = pool
     wanted = call.output_final_state or call.inplace_final_state
     return o.reshape(call.o_shape), call.to_kv(final).contiguous() if wanted else None
 
 
-def _row(x: Tensor, S: Tensor) -> Tensor:
-    """xᵀ S per head: `[n, HV, K]`, `[n, HV, K, V]` -> `[n, HV, V]`."""
+def _read(S: Tensor, x: Tensor) -> Tensor:
+    """xᵀ S per head: `[n, heads, K, V]`, `[n, heads, K]` -> `[n, heads, V]`."""
     return (x.unsqueeze(-2) @ S).squeeze(-2)
