@@ -83,13 +83,13 @@ def m1(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, act: Activation, valid: Te
 def m2(q: Tensor, k: Tensor, beta: Tensor, G: Tensor) -> M2:
     """From M1's tensors; the decay is taken directly as exp(G_i - G_j), row by row of the chunk."""
     *lead, C, K = k.shape
-    q, k, G2 = (x.reshape(-1, C, K) for x in (q, k, G * LOG2_E))
+    q, k, G = (x.reshape(-1, C, K) for x in (q, k, G))
     Akk, Aqk = k.new_zeros(2, len(k), C, C)
     step = max(1, SLICE_ELEMENTS // (C * K))
     for s in (slice(at, at + step) for at in range(0, len(k), step)):
-        q_s, k_s, G_s = q[s], k[s], G2[s]
+        q_s, k_s, G_s = q[s], k[s], G[s]
         for i in range(C):
-            decayed = _exp2(G_s[:, i, None] - G_s[:, : i + 1], k.dtype).mul_(k_s[:, : i + 1])
+            decayed = _exp(G_s[:, i, None] - G_s[:, : i + 1], k.dtype).mul_(k_s[:, : i + 1])
             Akk[s, i, :i] = vecdot(decayed[:, :i], k_s[:, i, None])
             Aqk[s, i, : i + 1] = vecdot(decayed, q_s[:, i, None])
     Akk, Aqk = Akk.reshape(*lead, C, C), Aqk.reshape(*lead, C, C)
@@ -100,12 +100,11 @@ def m2(q: Tensor, k: Tensor, beta: Tensor, G: Tensor) -> M2:
 
 def m3(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, G: Tensor, Ainv: Tensor) -> M3:
     """From M1's tensors, v `[..., C, V]` and M2's inverse."""
-    G2 = G * LOG2_E
-    exp_G = _exp2(G2, k.dtype)
+    exp_G = _exp(G, k.dtype)
     beta = beta.unsqueeze(-1)
     return M3(
         qg=q * exp_G,
-        kg=k * _exp2(G2[..., -1:, :] - G2, k.dtype),
+        kg=k * _exp(G[..., -1:, :] - G, k.dtype),
         decay=exp_G[..., -1, :].clone(),
         w=Ainv @ (beta * k * exp_G),
         u=Ainv @ (beta * v),
@@ -124,10 +123,10 @@ def m4(Aqk: Tensor, qg: Tensor, kg: Tensor, decay: Tensor, w: Tensor, u: Tensor,
     return M4(o, h, v_new, S)
 
 
-def _exp2(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """2 to the fp64 x <= 0, in `dtype`, and 0 where that is no normal number.
+def _exp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp of the fp64 x <= 0, in `dtype`, taken as 2 to the x log2 e, and 0 where that is no normal number.
 
-    Both choices are for speed alone: torch's fp32 exp is up to 40 times slower where it underflows, and so are products
-    with subnormal numbers on many CPUs.
+    Both are for speed alone: torch's fp32 exp is up to 40 times slower where it underflows, and so are products with
+    subnormal numbers on many CPUs.
     """
-    return threshold(x.to(dtype), math.log2(torch.finfo(dtype).tiny), -math.inf).exp2_()
+    return threshold(x.to(dtype) * LOG2_E, math.log2(torch.finfo(dtype).tiny), -math.inf).exp2_()
