@@ -261,7 +261,10 @@ GOOD = {
     "an int as scale": (dense(scale=2), {"scale": 2.0}),
     "a numpy number as scale": (dense(scale=np.float32(0.5)), {"scale": 0.5}),
     "packed": (packed(), {"B": 1, "T": T, "N": 3}),
+    "one packed sequence": (packed(cu_seqlens=torch.tensor([0, T])), {"N": 1}),
     "packed with a batch axis": ({n: x[:1] for n, x in dense().items()} | {"cu_seqlens": CU.int()}, {"B": 1, "N": 3}),
+    "sizes of one": ({n: torch.zeros(1, 1, 1, 1)[..., 0] if n == "beta" else torch.zeros(1, 1, 1, 1) for n in dense()},
+        {"B": 1, "T": 1, "H": 1, "K": 1, "HV": 1, "V": 1}),
     "no token": (dense(**{n: x[:, :0] for n, x in dense().items()}), {"T": 0, "N": B}),
     "no sequence": (dense(**{n: x[:0] for n, x in dense().items()}), {"B": 0, "N": 0}),
     "g and beta in bf16": ({n: x.bfloat16() for n, x in dense().items()}, {}),
@@ -279,6 +282,12 @@ def test_good_calls_arrive_in_one_form(arguments, expected) -> None:
     assert {name: getattr(call, name) for name in expected} == expected
     if call.A_log is not None:
         assert call.A_log.shape == (call.HV,) and call.dt_bias.shape == (call.HV, call.K)
+
+
+def test_inplace_state_with_one_sequence() -> None:
+    state = zeros(HV, V, K).as_strided((1, HV, V, K), (0, V * K, K, 1))  # the stride of a single row means nothing
+    one = {name: x[:1] for name, x in dense().items()}
+    assert normalise("fused_recurrent_kda", **one, initial_state=state, inplace_final_state=True).N == 1
 
 
 def test_inplace_state_under_no_grad() -> None:

@@ -96,7 +96,10 @@ GOOD = {
     "NaN in a null sequence": spoilt(pool(ssm_state_indices=slots([1, 2, 3], [-1, 1, 1])), "q", (1, 0, 0, 0), NAN),
     "drafted": DRAFTED,
     "repeats that are never written": DRAFTED | {"ssm_state_indices": slots([1, 2], [3, 1], [4, 2])},
-    "repeats in null slots": DRAFTED | {"ssm_state_indices": slots([1, 0], [0, 0], [4, -1])},
+    "repeats in null slots": DRAFTED | {"ssm_state_indices": slots([1, 0], [0, 0], [0, 4]),
+                                        "num_accepted_tokens": slots(1, 1, 2)},
+    "NaN in the null slot": spoilt(pool(ssm_state_indices=slots([0, 2, 3], [4, 5, 6])), "initial_state", (0, 0, 0, 0),
+                                   NAN),
     "readers may share a slot": pool(ssm_state_indices=slots(2, 2), num_accepted_tokens=None,
                                      inplace_final_state=False),
 }  # fmt: skip
