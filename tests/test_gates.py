@@ -15,7 +15,7 @@ from kda import backends, golden
 from kda.__main__ import main
 from kda.backends.call import KdaCall
 from kda.gates import command
-from kda.gates.case import CASES, Case, Result, Run, Skip, run_case
+from kda.gates.case import CASES, Case, Result, Run, Skip, chunk_borders, run_case
 from kda.golden import stages
 
 SEED_CASES = {
@@ -171,6 +171,11 @@ def test_outcomes():
     assert outcome(nothing).outcome == "failed"
 
 
+def test_plot_marks_where_chunks_begin():
+    inputs = Run("torch", "cpu", torch.float32).stable(1, 200, 1, lengths=[70, 0, 100])
+    assert chunk_borders(inputs) == [0, 64, 70, 134]
+
+
 def test_same_bits_sees_one_flipped_bit_and_lets_nan_equal_itself():
     run = Run("torch", "cpu", torch.float32)
     x = torch.tensor([1.0, float("nan"), -0.0])
@@ -183,9 +188,9 @@ def test_same_bits_sees_one_flipped_bit_and_lets_nan_equal_itself():
     ("arguments", "code", "message"),
     [
         (["--case", "NOPE"], 2, "--case: unknown NOPE; known: L0"),
-        (["--backend", "nope"], 2, "expected one of auto, tilelang, pypto, torch, got 'nope'"),
+        (["--backend", "nope"], 2, "backend: expected one of tilelang, pypto, torch, got 'nope'"),
         (["--plot", "x.pdf", "--case", "L0"], 2, "--plot: expected a name that ends in .png"),
-        (["--list"], 0, "near-identical positive keys"),
+        (["--list"], 0, "near-identical keys"),
         (["--case", "L0", "--backend", "torch", "--dtype", "fp32"], 0, "1 passed"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor
 import kda
 from kda import backends, golden
 from kda.golden.compare import Comparison, compare, rel_rmse
+from kda.golden.constants import CHUNK_SIZE
 from kda.normalise import normalise
 
 O_LIMIT = 1e-2
@@ -50,7 +52,8 @@ class Finding:
     ok: bool
     text: str
     comparison: Comparison | None = None
-    error: Tensor | None = None  # largest |error| of o over heads, [tokens, V], for the plot
+    error: Tensor | None = None  # of o, [tokens, V]: the largest over heads, in units of the reference's RMS
+    borders: list[int] = field(default_factory=list)  # tokens at which a chunk begins
 
 
 @dataclass
@@ -118,18 +121,21 @@ class Run:
         """Hold `chunk_kda(**inputs)` to the reference; on a departure, name the first stage that departs."""
         o, state = self.chunk_kda(**inputs)
         expected_o, expected_state = reference(inputs)
-        good = self.close(f"{label} o".strip(), o, expected_o, O_LIMIT, limit, tokens=True)
+        good = self.close(f"{label} o".strip(), o, expected_o, O_LIMIT, limit, borders=chunk_borders(inputs))
         state_limit = STATE_LIMIT if stable else float("inf")
         good &= self.close(f"{label} state".strip(), state, expected_state, state_limit, limit)
         if not good and (stage := first_departing_stage(self.backend, inputs)):
             self.findings.append(Finding(f"{label} stage".strip(), False, f"first stage that departs: {stage}"))
 
     def close(self, what: str, actual: Tensor, expected: Tensor, atol: float, limit: float = REL_RMSE_LIMIT,
-              *, tokens: bool = False) -> bool:  # fmt: skip
-        """|actual - expected| <= atol + atol · |expected| everywhere (atol may be inf), and relative RMSE <= limit."""
+              *, borders: list[int] | None = None) -> bool:  # fmt: skip
+        """|actual - expected| <= atol + atol · |expected| everywhere (atol may be inf), and relative RMSE <= limit.
+
+        With `borders`, the tensors are outputs `[..., T, HV, V]` and the plot shows them.
+        """
         found = compare(actual, expected, atol=atol, rtol=atol if atol < float("inf") else 0.0, max_rel_rmse=limit)
-        error = _over_heads(actual, expected) if tokens else None
-        self.findings.append(Finding(what, found.ok, str(found), found, error))
+        error = None if borders is None else _over_heads(actual, expected)
+        self.findings.append(Finding(what, found.ok, str(found), found, error, borders or []))
         return found.ok
 
     def same_bits(self, what: str, actual: Tensor, expected: Tensor) -> None:
@@ -149,9 +155,21 @@ class Run:
 
 
 def _over_heads(actual: Tensor, expected: Tensor) -> Tensor:
-    """The largest |error| over heads, [tokens, V], by runs of tokens so that large outputs are not copied whole."""
+    """The largest |error| over heads by the RMS of `expected`, [tokens, V]; runs of tokens, not large tensors whole."""
     pairs = zip(actual.flatten(0, -3).split(4_096), expected.flatten(0, -3).split(4_096), strict=True)
-    return torch.cat([(a.float() - e.float()).abs().amax(1).cpu() for a, e in pairs])
+    error = torch.cat([(a.float() - e.float()).abs().amax(1).cpu() for a, e in pairs])
+    rms = (torch.linalg.vector_norm(expected) / max(1, expected.numel()) ** 0.5).item()
+    return error / max(rms, 1e-30)
+
+
+def chunk_borders(inputs: Inputs) -> list[int]:
+    """The tokens of the flat batch at which a chunk of CHUNK_SIZE begins."""
+    if "cu_seqlens" in inputs:
+        bounds = inputs["cu_seqlens"].tolist()
+    else:
+        B, T = inputs["q"].shape[:2]
+        bounds = [T * b for b in range(B + 1)]
+    return [t for start, end in itertools.pairwise(bounds) for t in range(start, end, CHUNK_SIZE)]
 
 
 def reference(inputs: Inputs) -> tuple[Tensor, Tensor]:

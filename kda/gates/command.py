@@ -15,8 +15,11 @@ from rich.table import Table
 
 import kda
 from kda import backends
-from kda.gates import decode, numerics, robustness, shapes  # noqa: F401  (they fill the table)
 from kda.gates.case import CASES, Case, Result, run_case
+
+# isort: off
+from kda.gates import shapes, numerics, robustness, decode  # noqa: F401  (they fill the table, in this order)
+# isort: on
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _COLOURS = {"passed": "green", "failed": "bold red", "skipped": "yellow", "refused": "yellow"}
@@ -43,21 +46,26 @@ def run(args: argparse.Namespace) -> int:
         return 0
     unknown = [id for id in args.cases or () if id not in CASES]
     if unknown:
-        console.print(f"--case: unknown {', '.join(unknown)}; known: {', '.join(CASES)}", markup=False)
+        console.print(f"--case: unknown {', '.join(unknown)}; known: {', '.join(CASES)}", markup=False, soft_wrap=True)
         return 2
     if args.plot and (missing := _plot_problem(args.plot)):
-        console.print(missing, markup=False)
+        console.print(missing, markup=False, soft_wrap=True)
         return 2
     device = args.device or _default_device()
     backend = args.backend or os.environ.get("KDA_BACKEND") or "auto"
     if backend == "auto":
         backend = backends.for_device(torch.device(device).type)
-    if reasons := backends.unusable(backend):
-        console.print(f"backend {backend} cannot be used here: {'; '.join(reasons)}", markup=False)
+    try:
+        reasons = backends.unusable(backend)
+    except ValueError as unknown_name:
+        console.print(str(unknown_name), markup=False, soft_wrap=True)
+        return 2
+    if reasons:
+        console.print(f"backend {backend} cannot be used: {'; '.join(reasons)}", markup=False, soft_wrap=True)
         return 2
     chosen = [CASES[id] for id in args.cases] if args.cases else [c for c in CASES.values() if args.slow or not c.slow]
     about = f"{backend} on {device}, {args.dtype}"
-    console.print(f"kda {kda.__version__}, torch {torch.__version__}: backend {about}", markup=False)
+    console.print(f"kda {kda.__version__}, torch {torch.__version__}: backend {about}", markup=False, soft_wrap=True)
     results = _run_all(console, chosen, backend, device, DTYPES[args.dtype])
     _show(console, results)
     if args.json:
@@ -115,10 +123,10 @@ def _show(console: Console, results: list[Result]) -> None:
     console.print(table)
     for result in results:
         if result.reason:
-            console.print(f"\n{result.case.id} {result.outcome}: {result.reason}", markup=False)
+            console.print(f"\n{result.case.id} {result.outcome}: {result.reason}", markup=False, soft_wrap=True)
         for finding in result.findings:
             if not finding.ok:
-                console.print(f"\n{result.case.id}, {finding.what}: {finding.text}", markup=False)
+                console.print(f"\n{result.case.id}, {finding.what}: {finding.text}", markup=False, soft_wrap=True)
     counts = {outcome: sum(r.outcome == outcome for r in results) for outcome in _COLOURS}
     total = sum(result.seconds for result in results)
     console.print("\n" + ", ".join(f"{n} {outcome}" for outcome, n in counts.items() if n) + f" in {total:.0f} s")

@@ -16,7 +16,7 @@ DECAYS = {
     "G-1000": ("log decay -1000 on half the tokens", "half_1000"),
     "G0": ("no decay", 0.0),
     "G-INF": ("log decay -inf throughout", float("-inf")),
-    "GMIX": ("log decays 0, -1000, -inf and ordinary, mixed", "mixed"),
+    "GMIX": ("log decays 0, -1000, -inf and ordinary mixed", "mixed"),
 }
 
 
@@ -29,7 +29,7 @@ for _id, (_title, _gate) in DECAYS.items():
     case(_id, _title)(partial(_decay, gate=_gate))
 
 
-@case("COLLINEAR", "near-identical positive keys, beta near 1, hardly any decay")
+@case("COLLINEAR", "near-identical keys, beta near 1, hardly any decay")
 def collinear(run: Run) -> None:
     inputs = golden.inputs.collinear(1, 512, 2, dtype=run.dtype, device=run.device)
     run.accuracy(inputs, stable=False, limit=COLLINEAR_LIMIT)
@@ -52,7 +52,7 @@ def l2norm(run: Run) -> None:
     run.accuracy({**inputs, "use_qk_l2norm_in_kernel": False}, "off")
 
 
-@case("SOFTPLUS", "norm, softplus gate and beta's sigmoid in the kernel")
+@case("SOFTPLUS", "norm, softplus gate and sigmoid in the kernel")
 def softplus(run: Run) -> None:
     run.accuracy(run.raw(2, 200, 2, HV=4, initial_state=True), stable=False)
 
@@ -65,7 +65,7 @@ def lowerbound(run: Run) -> None:
     run.accuracy({**inputs, "dt_bias": None}, "no dt_bias", stable=False)
 
 
-@case("SIGMOID", "beta's sigmoid alone, and doubled for negative eigenvalues")
+@case("SIGMOID", "the sigmoid of beta, and twice that")
 def sigmoid(run: Run) -> None:
     inputs = run.stable(1, 200, 2)
     logits = {**inputs, "beta": torch.logit(inputs["beta"]), "use_beta_sigmoid_in_kernel": True}

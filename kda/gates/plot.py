@@ -12,12 +12,12 @@ import torch
 from matplotlib.colors import LogNorm
 from torch import Tensor
 
-from kda.gates.case import O_LIMIT, Finding, Result
-from kda.golden.constants import CHUNK_SIZE
+from kda.gates.case import REL_RMSE_LIMIT, Finding, Result
 
 MAX_ROWS = 40
 MAX_BINS = 512
-FLOOR = 1e-6
+MAX_BORDERS = 24  # more of them would hide the picture
+FLOOR, CEILING = 1e-5, 10.0
 
 
 def draw(results: list[Result], path: Path, title: str) -> None:
@@ -28,7 +28,7 @@ def draw(results: list[Result], path: Path, title: str) -> None:
     rows = rows[:MAX_ROWS]
     figure, axes = plt.subplots(max(1, len(rows)), 2, figsize=(13, 1.9 * max(1, len(rows)) + 0.8), squeeze=False,
                                 width_ratios=(3, 2), layout="constrained")  # fmt: skip
-    figure.suptitle(f"Largest |error| of o over heads: {title}")
+    figure.suptitle(f"Error of o, the largest over heads, in units of the reference's RMS: {title}")
     for (result, finding), (image, curve) in zip(rows, axes, strict=False):
         _draw_row(result, finding, image, curve)
     figure.savefig(path, dpi=80)
@@ -38,23 +38,23 @@ def draw(results: list[Result], path: Path, title: str) -> None:
 def _draw_row(result: Result, finding: Finding, image: plt.Axes, curve: plt.Axes) -> None:
     error = finding.error.nan_to_num(torch.inf, torch.inf)
     T, V = error.shape
-    binned = _bin(error).clamp(FLOOR, 1.0)
+    binned = _bin(error).clamp(FLOOR, CEILING)
     shown = image.imshow(binned.T, aspect="auto", origin="lower", extent=(0, T, 0, V), interpolation="nearest",
-                         norm=LogNorm(FLOOR, 1.0), cmap="magma")  # fmt: skip
+                         norm=LogNorm(FLOOR, CEILING), cmap="magma")  # fmt: skip
     image.figure.colorbar(shown, ax=image, pad=0.01)
     image.set_ylabel("channel")
     colour = "tab:green" if finding.ok else "tab:red"
     verdict = "passed" if finding.ok else "FAILED"
     image.set_title(f"{result.case.id}: {finding.what} {verdict}", fontsize=9, color=colour)
-    per_token = _bin(error.amax(1, keepdim=True))[:, 0].clamp(FLOOR)
+    per_token = _bin(error.amax(1, keepdim=True))[:, 0].clamp(FLOOR, CEILING)
     starts = torch.linspace(0, T, len(per_token) + 1)[:-1]
     curve.semilogy(starts, per_token, drawstyle="steps-post", color=colour, lw=0.9)
-    curve.axhline(O_LIMIT, color="black", lw=0.7, ls="--")
-    curve.set_ylim(FLOOR, max(1.0, 2 * min(per_token.max().item(), 1e6)))
+    curve.axhline(REL_RMSE_LIMIT, color="black", lw=0.7, ls="--")
+    curve.set_ylim(FLOOR, CEILING)
     curve.set_xlim(0, T)
-    curve.set_title(f"by token; dashed: the limit at o = 0, {O_LIMIT:g}", fontsize=8)
-    if T <= 20 * CHUNK_SIZE:  # more borders than that would hide the picture
-        for border in range(CHUNK_SIZE, T, CHUNK_SIZE):
+    curve.set_title(f"largest over channels, by token; dashed: {REL_RMSE_LIMIT:g}, the limit of the RMSE", fontsize=8)
+    if len(finding.borders) <= MAX_BORDERS:
+        for border in finding.borders:
             curve.axvline(border, color="grey", lw=0.3)
             image.axvline(border, color="white", lw=0.3)
     for axis in (image, curve):

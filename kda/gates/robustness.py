@@ -19,7 +19,7 @@ def determinism(run: Run) -> None:
     run.same_bits("state", again_state, state)
 
 
-@case("NANORDER", "no NaN or inf in a sequence of launches that once left stale data behind")
+@case("NANORDER", "no NaN or inf in launches of changing shapes, there and back")
 def nan_order(run: Run) -> None:
     launches = [
         run.stable(1, 512, 8), run.stable(1, 128, 2), run.stable(1, 37, 2, lengths=[37]),
@@ -47,7 +47,7 @@ def order(run: Run) -> None:
     run.holds("rounds", differ == 0, f"{differ} of {30 * len(calls)} calls gave other bits (or a NaN)")
 
 
-@case("PADDING", "tokens past the last sequence: o is 0, the state is untouched by what they hold")
+@case("PADDING", "tokens past the last sequence: o is 0, and they leave no trace")
 def padding(run: Run) -> None:
     inputs = run.stable(1, 300, 2, lengths=[70, 90], initial_state=True)
     real = tokens(inputs, 0, 160)
@@ -63,7 +63,7 @@ def padding(run: Run) -> None:
     run.accuracy(real)
 
 
-@case("POISON", "NaN and 1e30 around the tensors and in freed memory leave no trace")
+@case("POISON", "NaN and 1e30 around the tensors and in freed memory")
 def poison(run: Run) -> None:
     inputs = run.stable(1, 200, 2, lengths=[37, 0, 163], initial_state=True)
     o, state = run.chunk_kda(**inputs)
@@ -86,7 +86,7 @@ def _embedded(x: Tensor, value: float, margin: int = 1 << 14) -> Tensor:
     return view.copy_(x)
 
 
-@case("STRIDES", "slices of a fused QKV, a strided beta, a transposed gate and state")
+@case("STRIDES", "slices of a fused QKV, strided beta, gate and state")
 def strides(run: Run) -> None:
     inputs = run.stable(2, 100, 2, initial_state=True)
     o, state = run.chunk_kda(**inputs)
@@ -113,7 +113,7 @@ def alias(run: Run) -> None:
     run.accuracy(inputs, "after")
 
 
-@case("GRAPH", "a CUDA graph of a packed call, replayed with new values and new cu_seqlens")
+@case("GRAPH", "a CUDA graph replayed with new values and cu_seqlens")
 def graph(run: Run) -> None:
     if run.device.type != "cuda":
         raise Skip("CUDA graphs need a CUDA device")
