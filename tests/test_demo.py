@@ -1,0 +1,181 @@
+"""The command line: what `demo` and `info` print, and the exit codes and messages when something is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import kda.nn
+from kda import backends, demo, info
+from kda.__main__ import main
+
+SHORT = ["--prefill", "100", "--decode", "8", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KDA_BACKEND", "KDA_EMULATE", "KDA_CHECK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tensors are small: on a busy machine, threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / ("long" * 15) / "text.txt"
+    path.parent.mkdir()
+    path.write_bytes("Größe: the quick brown fox jumps over the lazy dog.\n".encode() * 4)
+    return path
+
+
+def test_demo_reads_a_file_and_agrees(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", str(text_file), *SHORT]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    assert text_file.name in "".join(out.split())
+    assert "OK: all 5 comparisons agree" in out and out.count(" ok") == 5 and "FAILED" not in out
+    assert "torch, which auto takes for cpu tensors" in out
+
+
+def test_demo_default_text_is_long_enough_for_the_default_sizes() -> None:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    args = parser.parse_args([])
+    assert len(demo.read_text(demo.default_text(), args.prefill, args.decode)) == args.prefill + args.decode
+
+
+def test_demo_piped_is_plain_and_80_columns_wide(text_file: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
+    environment["OMP_NUM_THREADS"] = "1"
+    result = subprocess.run(
+        [sys.executable, "-m", "kda", "demo", str(text_file), *SHORT], capture_output=True, env=environment, timeout=120
+    )
+    out = result.stdout.decode()
+    assert result.returncode == 0, result.stderr.decode()
+    assert "\x1b" not in out and "\r" not in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_demo_agrees_in_half_precision(text_file: Path, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", str(text_file), *SHORT, "--dtype", dtype]) == 0
+    assert "within a relative RMSE of 0.005" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("broken", "tampered", "bad"),
+    [
+        ("fused_recurrent_kda", lambda o, state: (o, state * 1.001), 3),
+        ("fused_recurrent_kda", lambda o, state: (o * 1.001, state), 2),
+        ("chunk_kda", lambda o, state: (o.flip(1), state), 3),
+        ("chunk_kda", lambda o, state: (o, state * float("nan")), 4),
+    ],
+    ids=["decode_state", "decode_output", "chunk_output", "chunk_state_nan"],
+)
+def test_demo_notices_a_broken_operator(
+    broken: str, tampered: object, bad: int, text_file: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    op = getattr(kda.nn, broken)
+    monkeypatch.setattr(kda.nn, broken, lambda **inputs: tampered(*op(**inputs)))
+    assert main(["demo", str(text_file), *SHORT]) == 1
+    out = capsys.readouterr().out
+    assert f"FAILED: {bad} of 5 comparisons exceed" in out
+    assert out.count("FAILED") == bad + 1
+
+
+def test_demo_says_what_is_wrong_with_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing, empty, short = tmp_path / "missing.txt", tmp_path / "empty.txt", tmp_path / "short.txt"
+    empty.touch()
+    short.write_text("too short")
+    for path, message in (
+        (missing, "No such file or directory"),
+        (tmp_path, "Is a directory"),
+        (empty, "has 0 bytes, but 108 are needed (100 to prefill and 8 to decode)"),
+        (short, "has 9 bytes, but 108 are needed"),
+    ):
+        assert main(["demo", str(path), *SHORT]) == 2
+        out, err = capsys.readouterr()
+        assert err.startswith("kda demo: error: ") and message in err and str(path) in err and not out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prefill", "0"], "argument --prefill: expected at least 1, got 0"),
+        (["--decode", "many"], "argument --decode: invalid positive_int value: 'many'"),
+        (["--backend", "nosuch"], "argument --backend: invalid choice: 'nosuch'"),
+        (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+    ],
+)
+def test_demo_refuses_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_demo_refuses_a_device_or_backend_that_is_not_there(
+    text_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", str(text_file), *SHORT, "--device", "nosuch"]) == 2
+    assert "nosuch" in capsys.readouterr().err
+    monkeypatch.setattr(backends, "unusable", lambda name: ["no such card"])
+    assert main(["demo", str(text_file), *SHORT, "--backend", "pypto"]) == 2
+    err = capsys.readouterr().err
+    assert "pypto" in err and "no such card" in err
+
+
+def test_info_lists_everything(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("KDA_BACKEND", "torch")
+    monkeypatch.setattr(backends, "status", lambda: {"tilelang": ["no card", "no [driver]"], "pypto": [], "torch": []})
+    assert main(["info"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"torch {torch.__version__}" in lines
+    assert any(line.startswith("tilelang not usable here no card; no [driver]") for line in lines)
+    assert "pypto usable here" in lines
+    assert any(line.startswith("KDA_BACKEND torch ") for line in lines)
+    assert any(line.startswith("KDA_EMULATE (unset) ") for line in lines)
+    assert any(line.startswith("cpu ") for line in lines)
+
+
+def test_auto_falls_to_torch_where_the_devices_backend_cannot_run() -> None:
+    assert info.auto_choice("cuda", {"tilelang": [], "torch": []}) == "tilelang"
+    assert info.auto_choice("cuda", {"tilelang": ["no card"], "torch": []}) == "torch"
+    assert info.auto_choice("cpu", {"tilelang": [], "torch": []}) == "torch"
+
+
+@pytest.mark.parametrize("arguments", [[], ["nosuch"], ["info", "extra"]])
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: kda" in capsys.readouterr().err
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("info", "demo", "gate"))
+
+
+def test_importing_kda_stays_light() -> None:
+    code = "import sys, kda.nn; print(*(m for m in ('tilelang', 'pypto', 'rich', 'kda.gates') if m in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert result.stdout.strip() == ""
