@@ -223,10 +223,9 @@ def agreement_table(agreements: list[Agreement], limit: float) -> Table:
 
 
 def _table(title: str, words: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
-    table = Table(*words, box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for header in numbers:
-        table.add_column(header, justify="right")
-    return table
+    columns = [Column(header, overflow="fold") for header in words]
+    columns += [Column(header, overflow="fold", justify="right") for header in numbers]
+    return Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left")
 
 
 def _agreement(way: str, against: str, tensor: str, actual: Tensor, expected: Tensor) -> Agreement:

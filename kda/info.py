@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 
 import kda
 from kda import backends
@@ -77,7 +77,7 @@ def _usable(reasons: list[str]) -> tuple[str, str]:
 
 
 def _section(console: Console, title: str, rows: list[tuple[str, ...]]) -> None:
-    table = Table.grid(padding=(0, 2))
+    table = Table.grid(*(Column(overflow="fold") for _ in rows[0]), padding=(0, 2))
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(f"[bold]{title}[/]", Padding(table, (0, 0, 1, 2)))

@@ -58,16 +58,19 @@ def test_demo_default_text_is_long_enough_for_the_default_sizes() -> None:
     assert len(demo.read_text(demo.default_text(), args.prefill, args.decode)) == args.prefill + args.decode
 
 
-def test_demo_piped_is_plain_and_80_columns_wide(text_file: Path) -> None:
+@pytest.mark.parametrize(("encoding", "width"), [("utf-8", 80), ("ascii", 60)])
+def test_demo_piped_is_plain_and_as_wide_as_asked(encoding: str, width: int, text_file: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
-    environment["OMP_NUM_THREADS"] = "1"
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": encoding}
+    if width != 80:  # what a pipe has by default
+        environment["COLUMNS"] = str(width)
     result = subprocess.run(
         [sys.executable, "-m", "kda", "demo", str(text_file), *SHORT], capture_output=True, env=environment, timeout=120
     )
-    out = result.stdout.decode()
+    out = result.stdout.decode(encoding)
     assert result.returncode == 0, result.stderr.decode()
     assert "\x1b" not in out and "\r" not in out
-    assert max(map(len, out.splitlines())) <= 80
+    assert max(map(len, out.splitlines())) <= width
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
