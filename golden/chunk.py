@@ -84,7 +84,7 @@ def _run(call: Call, C: int, dtype: torch.dtype, keep: Callable[[Block], None]) 
     if call.initial_state is None:
         state = torch.zeros(call.N, call.HV, call.K, call.V, dtype=dtype, device=call.v.device)
     else:
-        state = call.to_kv(call.initial_state).to(dtype, copy=True)
+        state = call.to_kv(call.initial_state).to(dtype).clone(memory_format=torch.contiguous_format)
 
     def work(group: tuple[Tensor, slice]) -> None:
         for block in _blocks(call, C, state, *group):

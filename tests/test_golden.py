@@ -1,0 +1,419 @@
+"""The golden: chunked form against the token recurrence, stages against their definitions, broken stages seen."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kda
+from kda.golden import (
+    STAGES,
+    __main__,
+    activation,
+    chunk_kda_golden,
+    chunk_kda_stages,
+    compare,
+    inputs,
+    recurrent_kda_golden,
+    rel_rmse,
+    stages,
+)
+from kda.golden.call import Call
+from kda.golden.recurrence import RecurrentCall
+
+LIMIT = {torch.float64: 1e-10, torch.float32: 1e-5}
+GATES = ["logsigmoid", -1.5, -2.0, -5.0, "half_1000", 0.0, "mixed", -math.inf]
+RAGGED = [64, 1, 0, 130, 37, 0, 15]
+
+
+def check(call: dict[str, Any], dtype: torch.dtype = torch.float64, **options: Any) -> None:
+    """The chunked form equals the recurrence within the dtype's limit."""
+    actual, expected = chunk_kda_golden(**call, dtype=dtype, **options), recurrent_kda_golden(**call)
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == dtype and a.shape == e.shape
+        assert rel_rmse(a, e) <= LIMIT[dtype]
+
+
+def ragged(generator: Any = inputs.raw, **options: Any) -> dict[str, Any]:
+    defaults = {"HV": 4, "V": 16, "lengths": RAGGED, "initial_state": True}
+    return generator(1, sum(RAGGED), 2, 32, **(defaults | options))
+
+
+# The recurrence.
+
+
+def by_hand(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The paper's recurrence in its other orientation, S [V, K], one head at a time, with every flag on."""
+    q, k, v, g, beta = (call[name].double() for name in ("q", "k", "v", "g", "beta"))
+    (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
+    o, state = torch.zeros_like(v), torch.zeros(B, HV, V, K, dtype=torch.float64)
+    for b in range(B):
+        for h in range(HV):
+            S = call["initial_state"][b, h].double()
+            for t in range(T):
+                x, y = q[b, t, h * H // HV], k[b, t, h * H // HV]
+                x, y = x / (x @ x + 1e-6).sqrt() / K**0.5, y / (y @ y + 1e-6).sqrt()
+                raw = g[b, t, h] + call["dt_bias"].double().view(HV, K)[h]
+                alpha = torch.exp(-call["A_log"][h].double().exp() * torch.log1p(raw.exp()))
+                step = 1 / (1 + torch.exp(-beta[b, t, h]))
+                S = S * alpha @ (torch.eye(K) - step * torch.outer(y, y)) + step * torch.outer(v[b, t, h], y)
+                o[b, t, h] = S @ x
+            state[b, h] = S
+    return o, state
+
+
+def test_recurrence_is_the_papers() -> None:
+    call = inputs.raw(2, 9, 2, 16, V=8, HV=4, initial_state=True)
+    for actual, expected in zip(recurrent_kda_golden(**call), by_hand(call), strict=True):
+        assert rel_rmse(actual, expected) < 1e-12
+
+
+def test_recurrence_continues_from_its_own_state() -> None:
+    call = inputs.stable(2, 50, 3, 16)
+    o, state = recurrent_kda_golden(**call)
+    first, second = ({n: x[:, t] if n in "q k v g beta" else x for n, x in call.items()}
+                     for t in (slice(0, 20), slice(20, 50)))  # fmt: skip
+    o_1, middle = recurrent_kda_golden(**first)
+    o_2, last = recurrent_kda_golden(**second, initial_state=middle)
+    assert torch.equal(torch.cat([o_1, o_2], 1), o) and torch.equal(last, state)
+
+
+# The chunked form against it.
+
+
+@pytest.mark.parametrize("dtype", LIMIT, ids=str)
+@pytest.mark.parametrize("gate", GATES)
+def test_every_gate(gate: str | float, dtype: torch.dtype) -> None:
+    check(inputs.stable(2, 150, 2, 64, V=32, HV=4, gate=gate, initial_state=True), dtype)
+
+
+@pytest.mark.parametrize("dtype", LIMIT, ids=str)
+@pytest.mark.parametrize("generator", [inputs.raw, inputs.collinear])
+def test_other_inputs(generator: Any, dtype: torch.dtype) -> None:
+    check(generator(1, 200, 2, 64, initial_state=True), dtype)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 16, 64, 100, 128])
+def test_any_chunk_size(chunk_size: int) -> None:
+    check(ragged(), chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("T", [0, 1, 15, 17, 63, 64, 65, 127, 129])
+def test_tails(T: int) -> None:
+    check(inputs.raw(1, T, 1, 16, initial_state=True))
+    check(inputs.raw(1, T, 1, 16, initial_state=True), torch.float32, chunk_size=128)
+
+
+@pytest.mark.parametrize("lengths", [[0, 0, 0], [0, 5, 0, 65], [128, 0, 128], [200], []])
+@pytest.mark.parametrize("initial_state", [False, True])
+def test_lengths(lengths: list[int], initial_state: bool) -> None:
+    call = inputs.raw(1, sum(lengths) + 3, 2, 16, lengths=lengths, initial_state=initial_state)
+    check(call)
+    state = chunk_kda_golden(**call)[1]
+    assert state.shape == (len(lengths), 2, 16, 16)
+    for n, length in enumerate(lengths):
+        if not length:
+            assert torch.equal(state[n], call["initial_state"][n].double() if initial_state else 0 * state[n])
+
+
+def test_varlen_is_each_sequence_alone_and_one_segment_is_fixed_length() -> None:
+    call = ragged()
+    o, state = chunk_kda_golden(**call)
+    start = 0
+    for n, length in enumerate(RAGGED):
+        alone = __main__._alone(call, n, slice(start, start + length))
+        o_n, state_n = chunk_kda_golden(**alone)
+        assert torch.equal(o_n, o[:, start : start + length]) and torch.equal(state_n[0], state[n])
+        one = alone | {"cu_seqlens": torch.tensor([0, length])}
+        assert torch.equal(chunk_kda_golden(**one)[0], o_n)
+        start += length
+
+
+def test_padding_and_unused_memory_leave_no_trace() -> None:
+    call = ragged(lengths=RAGGED[:4])
+    end = sum(RAGGED[:4])
+    clean = chunk_kda_golden(**call)
+    for name in ("q", "k", "v", "g", "beta"):
+        call[name][:, end:] = math.nan
+    for form in (chunk_kda_golden, recurrent_kda_golden):
+        o, state = form(**call)
+        assert o[:, end:].eq(0).all() and compare(o, clean[0], atol=1e-10, rtol=1e-10).ok
+        assert compare(state, clean[1], atol=1e-10, rtol=1e-10).ok
+
+
+def test_layouts_agree() -> None:
+    call = ragged(state_v_first=True)
+    kv = call | {"initial_state": call["initial_state"].transpose(-1, -2).contiguous(), "state_v_first": False}
+    flat = call | {name: call[name][0] for name in ("q", "k", "v", "g", "beta")}
+    for form in (chunk_kda_golden, recurrent_kda_golden):
+        o, state = form(**call)
+        assert state.shape == call["initial_state"].shape
+        o_kv, state_kv = form(**kv)
+        assert torch.equal(o, o_kv) and torch.equal(state, state_kv.transpose(-1, -2))
+        o_flat, state_flat = form(**flat)
+        assert torch.equal(o[0], o_flat) and torch.equal(state, state_flat)
+
+
+def test_gva_is_repeated_heads_in_consecutive_runs() -> None:
+    call = ragged()
+    each = call | {name: call[name].repeat_interleave(2, 2) for name in ("q", "k")}
+    assert torch.equal(chunk_kda_golden(**call)[0], chunk_kda_golden(**each)[0])
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0, -0.5])
+@pytest.mark.parametrize("allow_neg_eigval", [False, True])
+@pytest.mark.parametrize("parameters", [True, False])
+def test_flags_are_their_formulas(lower_bound: float | None, allow_neg_eigval: bool, parameters: bool) -> None:
+    if lower_bound is None and not parameters:
+        pytest.skip("the softplus gate needs A_log")
+    options = {"lower_bound": lower_bound, "allow_neg_eigval": allow_neg_eigval}
+    call = inputs.raw(1, 70, 2, 16, HV=4, dtype=torch.float64, **options)
+    if not parameters:
+        call |= {"A_log": None, "dt_bias": None}
+    check(call)
+
+    x, rate = call["g"], 1.0
+    if parameters:
+        x, rate = x + call["dt_bias"].double().view(4, 16), call["A_log"].double().exp().view(4, 1)
+    plain = {name: call[name] for name in ("v", "output_final_state")}
+    plain |= {name: call[name] / (call[name].square().sum(-1, keepdim=True) + 1e-6).sqrt() for name in ("q", "k")}
+    plain["g"] = -rate * torch.log1p(x.exp()) if lower_bound is None else lower_bound / (1 + torch.exp(-rate * x))
+    plain["beta"] = (2 if allow_neg_eigval else 1) / (1 + torch.exp(-call["beta"]))
+    for form in (chunk_kda_golden, recurrent_kda_golden):
+        for actual, expected in zip(form(**call), form(**plain, scale=0.25), strict=True):
+            assert rel_rmse(actual, expected) <= 1e-10
+
+
+def test_scale() -> None:
+    call = inputs.stable(1, 70, 2, 16)
+    for form in (chunk_kda_golden, recurrent_kda_golden):
+        assert torch.equal(form(**call)[0], form(**call, scale=0.25)[0])
+        assert torch.allclose(form(**call, scale=1.0)[0], 4 * form(**call)[0])
+
+
+def test_raw_gate_without_its_parameter_is_refused() -> None:
+    with pytest.raises(ValueError, match="A_log: expected with use_gate_in_kernel"):
+        chunk_kda_golden(**inputs.raw(1, 5, 1, 16) | {"A_log": None})
+
+
+def test_bound_changes_nothing() -> None:
+    call = inputs.stable(1, 150, 2, 32, gate="half_1000", dtype=torch.float32)
+    outcomes = [
+        chunk_kda_golden(**call | {"g": call["g"].masked_fill(call["g"] == -1000, strong)}, dtype=torch.float32)
+        for strong in (-1000.0, -104.0, -math.inf, -3e38)
+    ]
+    for o, state in outcomes[1:]:
+        assert torch.equal(o, outcomes[0][0]) and torch.equal(state, outcomes[0][1])
+
+
+def test_noncontiguous_inputs_and_gradients_leave_arguments_alone() -> None:
+    call = ragged(HV=2, V=32)
+    fused = torch.cat([call["q"], call["k"], call["v"]], -1).requires_grad_()
+    strided = call | dict(zip(("q", "k", "v"), fused.split(32, -1), strict=True))
+    strided["initial_state"] = call["initial_state"].transpose(0, 1).contiguous().transpose(0, 1)
+    before = {name: x.clone() for name, x in strided.items() if isinstance(x, Tensor)}
+    for form in (chunk_kda_golden, recurrent_kda_golden):
+        o, state = form(**strided)
+        assert not o.requires_grad
+        assert torch.equal(o, form(**call)[0]) and torch.equal(state, form(**call)[1])
+    assert all(torch.equal(strided[name], x) for name, x in before.items())
+
+
+def test_same_bits_every_time_and_no_lasting_change_of_threads() -> None:
+    threads = torch.get_num_threads()
+    call = ragged(HV=8)
+    (o, state), again = chunk_kda_golden(**call), [chunk_kda_golden(**call) for _ in range(3)]
+    assert all(torch.equal(o, x) and torch.equal(state, y) for x, y in again)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(("form", "golden"), [("chunk_kda", Call), ("fused_recurrent_kda", RecurrentCall)])
+def test_arguments_are_the_operators(form: str, golden: type) -> None:
+    ours = inspect.signature(golden).parameters.values()
+    theirs = inspect.signature(getattr(kda, form)).parameters.values()
+    assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs if p.name != "backend"]
+
+
+def test_contradicting_shapes_are_refused() -> None:
+    call = inputs.stable(2, 5, 2, 16)
+    with pytest.raises(ValueError, match="batch 1 with cu_seqlens, got 2"):
+        chunk_kda_golden(**call, cu_seqlens=torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match=r"multiple of q's 2, got 3"):
+        chunk_kda_golden(**inputs.stable(1, 5, 2, 16, HV=3))
+    with pytest.raises(ValueError, match=r"\[B, T, H, K\] without cu_seqlens"):
+        chunk_kda_golden(**call | {"q": call["q"][0]})
+    with pytest.raises(TypeError, match="head_first"):
+        chunk_kda_golden(**call, head_first=True)
+
+
+# The stages.
+
+
+@pytest.fixture(scope="module")
+def table() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    call = ragged(inputs.stable)
+    return call, chunk_kda_stages(**call)
+
+
+def test_stage_tables_have_their_shapes_and_zero_rows(table: tuple[dict[str, Any], dict[str, Tensor]]) -> None:
+    call, t = table
+    NC, HV, C, K, V = sum(-(-n // 64) for n in RAGGED), 4, 64, 32, 16
+    assert list(t) == [name for names in STAGES.values() for name in names]
+    for name, shape in {"G": (C, K), "q": (C, K), "beta": (C,), "Akk": (C, C), "u": (C, V), "h": (K, V)}.items():
+        assert t[name].shape == (NC, HV, *shape)
+    assert t["decay"].shape == (NC, HV, K)
+    tail = slice(130 - 128, 64)  # of the third chunk of the sequence of 130, after 64 and 1
+    for name in ("q", "k", "beta", "Akk", "Aqk", "qg", "kg", "w", "u", "v_new"):
+        assert t[name][4, :, tail].eq(0).all() and t[name][4, :, :2].ne(0).any(), name
+    assert t["G"][4, :, tail].eq(t["G"][4, :, 1:2]).all()
+    assert torch.equal(t["G"][0, :, 5], call["g"][0, :6].double().sum(0))
+
+
+def test_stages_are_their_definitions(table: tuple[dict[str, Any], dict[str, Tensor]]) -> None:
+    call, t = table
+    c, h, i, j = 3, 2, 40, 17  # the second chunk of the sequence that starts at token 65
+    at = 65 + 64 + torch.arange(64)
+    q, k = (call[name][0, at, h // 2].double() for name in ("q", "k"))
+    v, g, beta = (call[name][0, at, h].double() for name in ("v", "g", "beta"))
+    G, S = g.cumsum(0), t["h"][c, h]
+    pair = k[j] * torch.exp(G[i] - G[j])
+    x = {name: tensor[c, h] for name, tensor in t.items()}
+    close = lambda a, e: torch.testing.assert_close(a, e, rtol=1e-11, atol=1e-14)  # noqa: E731
+    close(x["G"], G)
+    close(x["q"], q * 32**-0.5)
+    close(x["Akk"][i, j], beta[i] * k[i] @ pair)
+    close(x["Aqk"][i, j], q[i] * 32**-0.5 @ pair)
+    close(x["Aqk"][i, i], q[i] * 32**-0.5 @ k[i])
+    assert x["Akk"].triu().eq(0).all() and x["Aqk"].triu(1).eq(0).all()
+    close(x["Ainv"] @ (torch.eye(64) + x["Akk"]), torch.eye(64).double())
+    close(x["qg"], q * 32**-0.5 * G.exp())
+    close(x["kg"], k * torch.exp(G[-1] - G))
+    close(x["decay"], G[-1].exp())
+    close((torch.eye(64) + x["Akk"]) @ x["w"], beta[:, None] * k * G.exp())
+    close((torch.eye(64) + x["Akk"]) @ x["u"], beta[:, None] * v)
+    close(x["v_new"], x["u"] - x["w"] @ S)
+    prefix = {name: call[name][:, 65 : 65 + 64] for name in ("q", "k", "v", "g", "beta")}
+    entered = recurrent_kda_golden(**prefix, initial_state=call["initial_state"][3:4], output_final_state=True)[1]
+    close(S, entered[0, h].T)
+
+
+def test_stages_take_any_leading_dimensions_and_fp32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 5, 8, generator=generator) for _ in range(3))
+    g, beta = -torch.rand(2, 3, 5, 8, generator=generator), torch.rand(2, 3, 5, generator=generator)
+    for lead in (lambda x: x, lambda x: x[:, 0], lambda x: x[0, 0]):
+        a = stages.m1(*map(lead, (q, k, g, beta)), activation.Activation())
+        b = stages.m2(a.q, a.k, a.beta, a.G)
+        c = stages.m3(a.q, a.k, lead(v), a.beta, a.G, b.Ainv)
+        assert b.Akk.shape == (*lead(q).shape[:-1], 5) and c.decay.shape == (*lead(q).shape[:-2], 8)
+        assert c.u.dtype == torch.float32 and a.G.dtype == torch.float64
+    whole = stages.m2(*stages.m1(q, k, g, beta, activation.Activation()))
+    assert torch.equal(whole.Akk[0, 0], b.Akk)
+
+
+# Broken on purpose: every check above must be able to fail.
+
+
+def without_right_shift(Aqk: Tensor, qg: Tensor, kg: Tensor, decay: Tensor, w: Tensor, u: Tensor, S: Tensor) -> Any:
+    """The state takes in the chunk before the chunk reads it."""
+    whole = m4(Aqk, qg, kg, decay, w, u, S)
+    after = torch.cat([whole.h[1:], whole.final_state[None]])
+    return whole._replace(o=qg @ after + Aqk @ whole.v_new)
+
+
+def without_tail_zeros(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, act: Any, valid: Tensor | None = None) -> Any:
+    return m1(q, k, g, beta, act)
+
+
+def without_beta(q: Tensor, k: Tensor, beta: Tensor, G: Tensor) -> Any:
+    return m2(q, k, torch.ones_like(beta), G)
+
+
+def without_inverse(q: Tensor, k: Tensor, beta: Tensor, G: Tensor) -> Any:
+    whole = m2(q, k, beta, G)
+    return whole._replace(Ainv=torch.eye(k.shape[-2], dtype=k.dtype).expand_as(whole.Ainv))
+
+
+def clamped_at_80(q: Tensor, k: Tensor, beta: Tensor, G: Tensor) -> Any:
+    """One pivot for the whole chunk, its growing factor cut off where fp32 would overflow."""
+    G = G - G[..., :1, :]
+    near, far = G.exp().to(k.dtype), (-G).clamp(max=80).exp().to(k.dtype)
+    Akk = ((beta.unsqueeze(-1) * k * near) @ (k * far).mT).tril(-1)
+    eye = torch.eye(k.shape[-2], dtype=k.dtype)
+    return stages.M2(Akk, ((q * near) @ (k * far).mT).tril(), torch.linalg.inv(eye + Akk))
+
+
+m1, m2, m4 = stages.m1, stages.m2, stages.m4
+
+
+@pytest.mark.parametrize(
+    ("stage", "broken", "red"),
+    [
+        ("m4", without_right_shift, "fixed length, float32, o"),
+        ("m1", without_tail_zeros, "varlen, sequence of 37, final state"),
+        ("m2", without_beta, "fixed length, bfloat16, o"),
+        ("m2", without_inverse, "varlen, sequence of 130, final state"),
+    ],
+)
+def test_self_check_sees_a_broken_stage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str, broken: Any, red: str
+) -> None:
+    monkeypatch.setattr(stages, stage, broken)
+    assert __main__.main() == 1
+    assert f"{red}: FAILED" in capsys.readouterr().out
+
+
+def test_clamp_at_80_is_right_only_until_its_exponents_reach_80(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "m2", clamped_at_80)
+    for gate, low, high in ((-1.2, 0.0, 1e-10), (-1.5, 0.1, 1.0), (-5.0, 0.5, 1.0)):
+        call = inputs.stable(1, 128, 1, 64, gate=gate)
+        assert low <= rel_rmse(chunk_kda_golden(**call)[0], recurrent_kda_golden(**call)[0]) <= high
+
+
+def test_unbounded_gate_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = inputs.stable(1, 70, 1, 16, gate="mixed")
+    monkeypatch.setattr(activation, "MIN_LOG_DECAY", -math.inf)
+    assert chunk_kda_golden(**call)[0].isnan().any()
+
+
+def test_fp32_cumsum_loses_small_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = inputs.stable(1, 128, 1, 64, gate="half_1000")
+    monkeypatch.setattr(stages, "m2", lambda q, k, beta, G: m2(q, k, beta, G.float()))
+    with pytest.raises(AssertionError):
+        check(call, torch.float32)
+
+
+def test_module_runs_and_reports() -> None:
+    done = subprocess.run([sys.executable, "-m", "kda.golden"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(": ok: ") == 2 * (3 + len(__main__.LENGTHS))
+
+
+# Memory.
+
+PEAK = """
+import re, torch
+from kda.golden import chunk_kda_golden, inputs
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1024
+chunk_kda_golden(**inputs.stable(1, 64, 8, 64), dtype=torch.float64)
+call = inputs.stable(1, {T}, 8, 64)
+before = peak()
+o, _ = chunk_kda_golden(**call, dtype=torch.float64)
+print(peak() - before - o.numel() * o.element_size() / 2**20)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
+def test_memory_beyond_the_output_does_not_grow_with_length() -> None:
+    """The decays of all chunks at once would be 1 GiB, the stages' tensors 0.25 GiB."""
+    done = subprocess.run([sys.executable, "-c", PEAK.format(T=4096)], capture_output=True, text=True, check=True)
+    assert float(re.search(r"\S+$", done.stdout.strip())[0]) < 150
