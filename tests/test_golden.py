@@ -29,6 +29,7 @@ from kda.golden.recurrence import RecurrentCall
 LIMIT = {torch.float64: 1e-10, torch.float32: 1e-5}
 GATES = ["logsigmoid", -1.5, -2.0, -5.0, "half_1000", 0.0, "mixed", -math.inf]
 RAGGED = [64, 1, 0, 130, 37, 0, 15]
+PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 
 def check(call: dict[str, Any], dtype: torch.dtype = torch.float64, **options: Any) -> None:
@@ -49,7 +50,7 @@ def ragged(generator: Any = inputs.raw, **options: Any) -> dict[str, Any]:
 
 def by_hand(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The paper's recurrence in its other orientation, S [V, K], one head at a time, with every flag on."""
-    q, k, v, g, beta = (call[name].double() for name in ("q", "k", "v", "g", "beta"))
+    q, k, v, g, beta = (call[name].double() for name in PER_TOKEN)
     (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
     o, state = torch.zeros_like(v), torch.zeros(B, HV, V, K, dtype=torch.float64)
     for b in range(B):
@@ -76,7 +77,7 @@ def test_recurrence_is_the_papers() -> None:
 def test_recurrence_continues_from_its_own_state() -> None:
     call = inputs.stable(2, 50, 3, 16)
     o, state = recurrent_kda_golden(**call)
-    first, second = ({n: x[:, t] if n in "q k v g beta" else x for n, x in call.items()}
+    first, second = ({n: x[:, t] if n in PER_TOKEN else x for n, x in call.items()}
                      for t in (slice(0, 20), slice(20, 50)))  # fmt: skip
     o_1, middle = recurrent_kda_golden(**first)
     o_2, last = recurrent_kda_golden(**second, initial_state=middle)
@@ -138,7 +139,7 @@ def test_padding_and_unused_memory_leave_no_trace() -> None:
     call = ragged(lengths=RAGGED[:4])
     end = sum(RAGGED[:4])
     clean = chunk_kda_golden(**call)
-    for name in ("q", "k", "v", "g", "beta"):
+    for name in PER_TOKEN:
         call[name][:, end:] = math.nan
     for form in (chunk_kda_golden, recurrent_kda_golden):
         o, state = form(**call)
@@ -149,7 +150,7 @@ def test_padding_and_unused_memory_leave_no_trace() -> None:
 def test_layouts_agree() -> None:
     call = ragged(state_v_first=True)
     kv = call | {"initial_state": call["initial_state"].transpose(-1, -2).contiguous(), "state_v_first": False}
-    flat = call | {name: call[name][0] for name in ("q", "k", "v", "g", "beta")}
+    flat = call | {name: call[name][0] for name in PER_TOKEN}
     for form in (chunk_kda_golden, recurrent_kda_golden):
         o, state = form(**call)
         assert state.shape == call["initial_state"].shape
@@ -211,6 +212,16 @@ def test_bound_changes_nothing() -> None:
         assert torch.equal(o, outcomes[0][0]) and torch.equal(state, outcomes[0][1])
 
 
+@pytest.mark.parametrize("strong", [-1000.0, -math.inf])
+def test_strong_gate_forgets_all_that_was(strong: float) -> None:
+    call = inputs.stable(1, 60, 2, 16, initial_state=True)
+    call["g"][:, 30] = strong
+    rest = {name: x[:, 30:] if name in PER_TOKEN else x for name, x in call.items() if name != "initial_state"}
+    for form in (chunk_kda_golden, recurrent_kda_golden):
+        (o, state), (o_rest, state_rest) = form(**call), form(**rest)
+        assert rel_rmse(o[:, 30:], o_rest) <= 1e-12 and rel_rmse(state, state_rest) <= 1e-12
+
+
 def test_noncontiguous_inputs_and_gradients_leave_arguments_alone() -> None:
     call = ragged(HV=2, V=32)
     fused = torch.cat([call["q"], call["k"], call["v"]], -1).requires_grad_()
@@ -224,12 +235,18 @@ def test_noncontiguous_inputs_and_gradients_leave_arguments_alone() -> None:
     assert all(torch.equal(strided[name], x) for name, x in before.items())
 
 
-def test_same_bits_every_time_and_no_lasting_change_of_threads() -> None:
+def test_same_bits_for_any_number_of_threads_which_stays_as_it_was() -> None:
     threads = torch.get_num_threads()
     call = ragged(HV=8)
-    (o, state), again = chunk_kda_golden(**call), [chunk_kda_golden(**call) for _ in range(3)]
-    assert all(torch.equal(o, x) and torch.equal(state, y) for x, y in again)
-    assert torch.get_num_threads() == threads
+    o, state = chunk_kda_golden(**call)
+    try:
+        for other in (1, 2, 3):
+            torch.set_num_threads(other)
+            again = chunk_kda_golden(**call)
+            assert torch.get_num_threads() == other
+            assert torch.equal(o, again[0]) and torch.equal(state, again[1])
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("form", "golden"), [("chunk_kda", Call), ("fused_recurrent_kda", RecurrentCall)])

@@ -88,6 +88,22 @@ def test_stages_take_any_leading_dimensions_and_fp32() -> None:
     assert torch.equal(whole.Akk[0, 0], b.Akk)
 
 
+def test_rows_past_the_end_are_inert_whatever_they_hold() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, g = (torch.randn(1, 1, 8, 4, generator=generator).double() for _ in range(4))
+    beta, S = torch.randn(1, 1, 8, generator=generator).double(), torch.zeros(1, 4, 4).double()
+    act = activation.Activation(use_gate_in_kernel=True, lower_bound=-1.0, use_beta_sigmoid_in_kernel=True)
+
+    def final_state(rows: int, valid: Tensor | None) -> Tensor:
+        a = stages.m1(q[..., :rows, :], k[..., :rows, :], g[..., :rows, :], beta[..., :rows], act, valid)
+        b = stages.m2(a.q, a.k, a.beta, a.G)
+        c = stages.m3(a.q, a.k, v[..., :rows, :], a.beta, a.G, b.Ainv)
+        return stages.m4(b.Aqk, c.qg, c.kg, c.decay, c.w, c.u, S).final_state
+
+    torch.testing.assert_close(final_state(8, torch.arange(8) < 5), final_state(5, None), rtol=1e-12, atol=0)
+    assert not torch.allclose(final_state(8, None), final_state(5, None), rtol=1e-3)
+
+
 # Broken on purpose.
 
 
