@@ -35,8 +35,10 @@ def run(*command: object, cwd: Path) -> str:
 
 
 def test_the_suite_runs_on_an_editable_install() -> None:
-    direct_url = json.loads(importlib.metadata.distribution("kda-ops").read_text("direct_url.json"))
-    assert direct_url["dir_info"]["editable"] and direct_url["url"] == ROOT.as_uri()
+    # The build leaves metadata in ROOT as well, which is on sys.path here; only what pip installed has an origin.
+    origins = [d.read_text("direct_url.json") for d in importlib.metadata.distributions(name="kda-ops")]
+    (origin,) = (json.loads(text) for text in origins if text)
+    assert origin["dir_info"]["editable"] and origin["url"] == ROOT.as_uri()
     assert Path(kda.__file__) == ROOT / "kda" / "__init__.py"
     assert Path(kda.golden.__file__) == ROOT / "golden" / "__init__.py"
     assert importlib.metadata.version("kda-ops") == kda.__version__
