@@ -33,7 +33,7 @@ STAGES: dict[str, tuple[str, ...]] = {
 }
 """Stage -> the tensors it hands out, in the order of the pipeline."""
 
-SLICE_ELEMENTS = 1 << 16
+SLICE_ELEMENTS = 1 << 17
 """M2 forms the decays of one row against all earlier rows of the chunk, for as many chunks at a time as give at most
 this many: few enough to stay in the cache."""
 
