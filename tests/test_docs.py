@@ -25,6 +25,7 @@ def test_the_readmes_python_runs_in_order() -> None:
     names: dict[str, object] = {}
     for number, block in enumerate(found, 1):
         exec(compile(block, f"README.md, Python block {number}", "exec"), names)
+        assert names["o"].isfinite().all() and names["o"].shape == names["v"].shape, f"block {number}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
