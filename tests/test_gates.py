@@ -141,7 +141,6 @@ def test_default_table_passes_on_torch(tmp_path, capsys):
     assert {id for id, case in CASES.items() if not case.slow} == set(ran)
     assert {id for id, outcome in ran.items() if outcome != "passed"} == {"GRAPH"}
     assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert sum(c["seconds"] for c in report["cases"]) < 180
 
 
 def test_the_seed_cases_are_all_there():

@@ -39,7 +39,7 @@ def _draw_row(result: Result, finding: Finding, image: plt.Axes, curve: plt.Axes
     error = finding.error.nan_to_num(torch.inf, torch.inf)
     T, V = error.shape
     binned = _bin(error).clamp(FLOOR, CEILING)
-    shown = image.imshow(binned.T, aspect="auto", origin="lower", extent=(0, T, 0, V), interpolation="nearest",
+    shown = image.imshow(binned.T.numpy(), aspect="auto", origin="lower", extent=(0, T, 0, V), interpolation="nearest",
                          norm=LogNorm(FLOOR, CEILING), cmap="magma")  # fmt: skip
     image.figure.colorbar(shown, ax=image, pad=0.01)
     image.set_ylabel("channel")
@@ -48,7 +48,7 @@ def _draw_row(result: Result, finding: Finding, image: plt.Axes, curve: plt.Axes
     image.set_title(f"{result.case.id}: {finding.what} {verdict}", fontsize=9, color=colour)
     per_token = _bin(error.amax(1, keepdim=True))[:, 0].clamp(FLOOR, CEILING)
     starts = torch.linspace(0, T, len(per_token) + 1)[:-1]
-    curve.semilogy(starts, per_token, drawstyle="steps-post", color=colour, lw=0.9)
+    curve.semilogy(starts.numpy(), per_token.numpy(), drawstyle="steps-post", color=colour, lw=0.9)
     curve.axhline(REL_RMSE_LIMIT, color="black", lw=0.7, ls="--")
     curve.set_ylim(FLOOR, CEILING)
     curve.set_xlim(0, T)
