@@ -190,6 +190,17 @@ def test_wrong_cu_seqlens_are_named(bounds: list[int], message: str) -> None:
         run(call | {"cu_seqlens": torch.tensor(bounds)})
 
 
+def test_autocast_does_not_reach_in() -> None:
+    call = inputs.stable(1, 100, 2, 16, dtype=torch.float32)
+    call |= leaves(call, torch.float32)
+    expected = run(call)
+    with torch.autocast("cpu", torch.bfloat16):
+        results = run(call)
+    assert_same_bits(results, expected)
+    (grad,) = torch.autograd.grad(results[0].sum(), call["q"])
+    assert torch.equal(grad, torch.autograd.grad(expected[0].sum(), call["q"])[0])
+
+
 # Memory that is not its own
 
 

@@ -32,16 +32,16 @@ def intra(q: Tensor, k: Tensor, g: Tensor) -> Intra:
     """q (scaled), k and g `[n, C, K]`, C a power of two; g finite and <= 0."""
     n, C, _ = k.shape
     halves = [1 << level for level in range(C.bit_length() - 1)]
-    decay = _decay_to(_borders(halves, C, g.device), g)
+    *to_middles, from_start, to_end = _decay_to(_borders(halves, C, g.device), g).unbind(1)
     Akk, Aqk = k.new_zeros(n, C, 1, 1), (q * k).sum(-1)[..., None, None]
-    for level, half in enumerate(halves):
-        decay_left, decay_right = decay[:, level].unflatten(1, (-1, 2, half)).unbind(2)
-        k_left, k_right = k.unflatten(1, (-1, 2, half)).unbind(2)
-        q_right = q.unflatten(1, (-1, 2, half))[:, :, 1]
+    for half, decay in zip(halves, to_middles, strict=True):
+        (decay_left, decay_right), (k_left, k_right), (_, q_right) = (
+            x.unflatten(1, (-1, 2, half)).unbind(2) for x in (decay, k, q)
+        )
         left = (k_left * decay_left).mT
         Akk = join_blocks(Akk, (k_right * decay_right) @ left)
         Aqk = join_blocks(Aqk, (q_right * decay_right) @ left)
-    return Intra(Akk.squeeze(1), Aqk.squeeze(1), decay[:, -2], decay[:, -1])
+    return Intra(Akk.squeeze(1), Aqk.squeeze(1), from_start, to_end)
 
 
 def join_blocks(diagonal: Tensor, below: Tensor) -> Tensor:

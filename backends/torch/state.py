@@ -22,13 +22,12 @@ class Carried(NamedTuple):
 
 def carry(S: Tensor, Aqk: Tensor, qg: Tensor, kg: Tensor, decay: Tensor, w: Tensor, u: Tensor) -> Carried:
     """From S before the chunks; Aqk `[chunks, n, C, C]`, qg, kg and w `[.., C, K]`, decay `[.., K]`, u `[.., C, V]`."""
-    C = u.shape[-2]
-    wq = torch.cat([w, qg], -2)
     o, v_new, h = [], [], []
-    for c in range(len(u)):
-        wS, qS = torch.bmm(wq[c], S).split(C, 1)
+    by_chunk = (x.unbind() for x in (torch.cat([w, qg], -2), u, Aqk, kg.mT, decay.unsqueeze(-1)))
+    for wq_c, u_c, Aqk_c, kg_c, decay_c in zip(*by_chunk, strict=True):
+        wS, qS = torch.bmm(wq_c, S).chunk(2, 1)
         h.append(S)
-        v_new.append(u[c] - wS)
-        o.append(torch.baddbmm(qS, Aqk[c], v_new[c]))
-        S = torch.baddbmm(S * decay[c].unsqueeze(-1), kg[c].mT, v_new[c])
+        v_new.append(u_c - wS)
+        o.append(torch.baddbmm(qS, Aqk_c, v_new[-1]))
+        S = torch.baddbmm(S * decay_c, kg_c, v_new[-1])
     return Carried(o, v_new, h, S)

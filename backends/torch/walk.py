@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import repeat
 
@@ -27,30 +27,44 @@ def walk(call: KdaCall, layout: Layout, states: Tensor, body: Body) -> tuple[dic
     autograd records, it keeps of each piece only what enters, and the backward pass computes the piece once more:
     memory stays near that of the inputs, and the forward pass stays in the cache.
     """
+    inputs = call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, states
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        body = partial(checkpoint, body, use_reentrant=False, preserve_rng_state=False)
+    results: list[list[dict[str, Tensor]]] = []
+    final: list[Tensor] = []
+    # An autocast around the call must not reach in: the dtype of computation is part of what the operator promises.
+    with torch.autocast(call.q.device.type, enabled=False):
+        for pieces, S0 in _by_heads(call, layout, states):
+            group: list[dict[str, Tensor]] = []
+            ended = [S0[:0]]
+            for unit, S in zip(layout.units, layout.split_states(S0), strict=True):
+                for piece in unit.pieces:
+                    if done := len(S) - piece.sequences:
+                        ended.append(S[:done].clone())  # a slice would keep all of S in memory
+                    result, S = body(piece, next(pieces), S[done:])
+                    group.append(result)
+                ended.append(S)
+            results.append(group)
+            final.append(layout.join_states(ended))
+    names = results[0][0] if layout.pieces else ()
+    joined = {name: _cat([_cat([result[name] for result in group], 0) for group in results], 1) for name in names}
+    return joined, _cat(final, 1)
+
+
+def _by_heads(call: KdaCall, layout: Layout, states: Tensor) -> Iterator[tuple[Iterator[Inputs], Tensor]]:
+    """For each group of heads its inputs piece by piece, and its states."""
     heads, value_heads = layout.heads, layout.heads * call.HV // call.H
     q, k = (x.flatten(0, 1).split(heads, 1) for x in (call.q, call.k))
     v, g, beta = (x.flatten(0, 1).split(value_heads, 1) for x in (call.v, call.g, call.beta.unsqueeze(-1)))
     A_log, dt_bias = (repeat(None) if x is None else x.split(value_heads) for x in (call.A_log, call.dt_bias))
-    inputs = call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, states
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        body = partial(checkpoint, body, use_reentrant=False, preserve_rng_state=False)
+    for *tensors, a, b, S0 in zip(q, k, v, g, beta, A_log, dt_bias, states.split(value_heads, 1), strict=False):
+        rows = zip(*(layout.split(x) for x in tensors), strict=True)
+        yield (Inputs(*piece, a, b) for piece in rows), S0
 
-    results: list[list[dict[str, Tensor]]] = []
-    final: list[Tensor] = []
-    for *tokens, a, b, S0 in zip(q, k, v, g, beta, A_log, dt_bias, states.split(value_heads, 1), strict=False):
-        rows = zip(*(layout.split(x) for x in tokens), strict=True)
-        group, ended = [], [S0[:0]]
-        for unit, S in zip(layout.units, layout.split_states(S0), strict=True):
-            for piece in unit.pieces:
-                ended.append(S[: -piece.sequences])
-                result, S = body(piece, Inputs(*next(rows), a, b), S[-piece.sequences :])
-                group.append(result)
-            ended.append(S)
-        results.append(group)
-        final.append(layout.join_states(ended))
-    names = results[0][0] if layout.pieces else ()
-    joined = {name: torch.cat([torch.cat([r[name] for r in group]) for group in results], 1) for name in names}
-    return joined, torch.cat(final, 1)
+
+def _cat(tensors: list[Tensor], dim: int) -> Tensor:
+    """`torch.cat`, without its copy where there is nothing to join."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def initial_states(call: KdaCall) -> Tensor:
