@@ -162,6 +162,14 @@ def test_all_sequences_null() -> None:
     assert not run(call | {"inplace_final_state": False})[1].any()
 
 
+def test_empty_sequence_does_not_write_back_what_it_starts_from() -> None:
+    slots = SLOTS[:, 0].clone()
+    slots[1] = slots[0]  # an engine's padding row may repeat a live slot
+    call = decoding() | {"ssm_state_indices": slots, "inplace_final_state": True}
+    _, expected = golden.recurrent_kda_golden(**call)
+    assert rel_rmse(run(call)[1][1:], expected[1:]) <= 1e-6
+
+
 def test_final_state_need_not_be_asked_for() -> None:
     call = decoding() | {"ssm_state_indices": SLOTS, "output_final_state": False, "inplace_final_state": True}
     before = call["initial_state"].clone()
