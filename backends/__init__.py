@@ -25,6 +25,9 @@ _warned: set[str] = set()
 class Backend(Protocol):
     """What a backend package offers."""
 
+    differentiable: bool
+    """Whether autograd goes through its `chunk_kda`; where it does not, torch's formulas supply the gradient."""
+
     def unusable(self) -> list[str]:
         """Every reason why this machine cannot run the backend; empty if it can."""
         ...

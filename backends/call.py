@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the states and of A_log and dt_bias beside q of `dtype`: fp32, or fp64 beside fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

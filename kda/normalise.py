@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kda.backends.call import KdaCall
+from kda.backends.call import KdaCall, state_dtype
 from kda.golden.constants import LOWER_BOUND_RANGE
 from kda.value_checks import check_values
 
@@ -147,14 +147,10 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> N
         _require_device(name, x, q)
 
 
-def _state_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def _parameter(name: str, x: Tensor, q: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A per-head parameter, whatever its shape, viewed as `shape`."""
     _require_tensor(name, x)
-    _require_dtype(name, x, torch.float32, _state_dtype(q))
+    _require_dtype(name, x, torch.float32, state_dtype(q.dtype))
     _require_device(name, x, q)
     spelled = "HV" if len(shape) == 1 else "HV * K"
     if x.numel() != torch.Size(shape).numel():
@@ -193,7 +189,7 @@ def _check_state(call: KdaCall) -> None:
             raise ValueError("inplace_final_state: expected an initial_state to write to, got initial_state=None")
         return
     _require_tensor("initial_state", state)
-    _require_dtype("initial_state", state, _state_dtype(call.q))
+    _require_dtype("initial_state", state, state_dtype(call.q.dtype))
     _require_device("initial_state", state, call.q)
     tail = (call.HV, call.V, call.K) if call.state_v_first else (call.HV, call.K, call.V)
     pooled = call.ssm_state_indices is not None

@@ -26,6 +26,8 @@ SEED_CASES = {
 class GoldenBackend:
     """A backend made of the golden with one stage replaced."""
 
+    differentiable = True
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stage: str, replacement: Callable) -> None:
         self._monkeypatch, self._stage, self._replacement = monkeypatch, stage, replacement
 

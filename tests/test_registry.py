@@ -16,7 +16,7 @@ from kda import backends
 
 FAKE = """
 from __future__ import annotations
-CALLS, UNUSABLE, REFUSALS = [], [], []
+CALLS, UNUSABLE, REFUSALS, differentiable = [], [], [], True
 def unusable(): return list(UNUSABLE)
 def refuses(call): return list(REFUSALS)
 def run(call):

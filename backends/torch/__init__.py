@@ -7,7 +7,9 @@ from kda.backends.call import KdaCall
 from .chunk import chunk_kda, stages
 from .recurrent import fused_recurrent_kda
 
-__all__ = ["chunk_kda", "fused_recurrent_kda", "refuses", "stages", "unusable"]
+__all__ = ["chunk_kda", "differentiable", "fused_recurrent_kda", "refuses", "stages", "unusable"]
+
+differentiable = True
 
 
 def unusable() -> list[str]:

@@ -1,0 +1,120 @@
+"""`kda::chunk_kda` as a torch operator: traced by torch.compile, and the gradient of backends that have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kda
+from kda import backends
+from kda.golden import inputs
+from kda.operator import ARGUMENTS
+
+GRADIENTS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+
+
+class WithoutBackward:
+    """The torch backend, but cut off from autograd, as a kernel is."""
+
+    differentiable = False
+
+    def unusable(self) -> list[str]:
+        return []
+
+    def refuses(self, call: Any) -> list[str]:
+        return []
+
+    def chunk_kda(self, call: Any) -> tuple[Tensor, Tensor | None]:
+        assert not torch.is_grad_enabled() or not call.q.requires_grad
+        with torch.no_grad():
+            return _torch.chunk_kda(call)
+
+
+_torch = backends.load("torch")
+
+
+def _leaves(call: dict[str, Any]) -> dict[str, Any]:
+    return {n: x.clone().requires_grad_() if n in GRADIENTS and x is not None else x for n, x in call.items()}
+
+
+def _gradients(call: dict[str, Any], backend: str) -> dict[str, Tensor]:
+    call = _leaves(call)
+    o, state = kda.chunk_kda(**call, backend=backend)
+    loss = (o * torch.linspace(-1, 1, o.numel()).view(o.shape)).sum()
+    (loss if state is None else loss + state.square().sum()).backward()
+    return {name: call[name].grad for name in GRADIENTS if isinstance(call.get(name), Tensor)}
+
+
+@pytest.mark.parametrize("options", [{"lengths": [3, 0, 67]}, {"lower_bound": -5.0}])
+@pytest.mark.parametrize("output_final_state", [True, False])
+def test_a_backend_without_backward_gets_torchs_gradient(monkeypatch, options, output_final_state):
+    load = backends.load
+    monkeypatch.setattr(backends, "load", lambda name: WithoutBackward() if name == "tilelang" else load(name))
+    call = inputs.raw(1, 70, 2, 16, 8, 4, dtype=torch.float32, initial_state=True, **options)
+    call["output_final_state"] = output_final_state
+    monkeypatch.setattr(backends, "unusable", lambda name: [])
+    expected, actual = _gradients(call, "torch"), _gradients(call, "tilelang")
+    assert set(actual) == set(GRADIENTS)
+    for name, gradient in expected.items():
+        assert gradient.any(), name
+        torch.testing.assert_close(actual[name], gradient)
+
+
+def test_only_the_gradients_asked_for_are_computed(monkeypatch):
+    load = backends.load
+    monkeypatch.setattr(backends, "load", lambda name: WithoutBackward() if name == "tilelang" else load(name))
+    monkeypatch.setattr(backends, "unusable", lambda name: [])
+    call = inputs.stable(1, 20, 1, 16, dtype=torch.float32)
+    call["v"].requires_grad_()
+    kda.chunk_kda(**call, backend="tilelang")[0].sum().backward()
+    assert call["v"].grad.any() and call["q"].grad is None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiles_as_one_graph(packed):
+    call = inputs.raw(1, 40, 1, 16, dtype=torch.float32, lengths=[15, 25] if packed else None)
+    if packed:  # rank 3 in, rank 3 out
+        call |= {name: call[name][0] for name in ("q", "k", "v", "g", "beta")}
+    graphs: list[torch.fx.GraphModule] = []
+
+    def count(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def layer(q: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
+        o, state = kda.chunk_kda(2 * q, **rest, backend="torch")
+        return o + 1, state
+
+    call_without_q = {name: x for name, x in call.items() if name != "q"}
+    o, state = torch.compile(layer, fullgraph=True, backend=count)(call["q"], **call_without_q)
+    expected_o, expected_state = layer(call["q"], **call_without_q)
+    assert len(graphs) == 1
+    assert any("kda.chunk_kda" in str(node.target) for node in graphs[0].graph.nodes)
+    torch.testing.assert_close(o, expected_o, rtol=0, atol=0)
+    torch.testing.assert_close(state, expected_state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("output_final_state", [True, False])
+@pytest.mark.parametrize("state_v_first", [True, False])
+def test_opcheck(output_final_state, state_v_first):
+    """The schema, the fake implementation and the gradient agree with what the operator does."""
+    sizes = {"dtype": torch.float32, "initial_state": True, "state_v_first": state_v_first}
+    call = _leaves(inputs.stable(1, 20, 1, 16, 8, 2, **sizes))
+    call["output_final_state"] = output_final_state
+    flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+    defaults = dict.fromkeys(flags, False) | {"backend": "torch"}
+    torch.library.opcheck(
+        torch.ops.kda.chunk_kda.default,
+        tuple(call.get(name, defaults.get(name)) for name in ARGUMENTS),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
+def test_bad_arguments_are_named_while_compiling():
+    call = inputs.stable(1, 20, 1, 16, dtype=torch.float32)
+    call["beta"] = call["beta"][:, 1:]
+    with pytest.raises(Exception, match=r"beta: expected shape"):
+        torch.compile(lambda **c: kda.chunk_kda(**c, backend="torch"), fullgraph=True, backend="eager")(**call)
