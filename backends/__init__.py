@@ -59,9 +59,14 @@ def load(name: str) -> Backend:
 
 def unusable(name: str) -> list[str]:
     """Every reason why backend `name` cannot run on this machine; empty if it can."""
-    if name in NAMES and importlib.util.find_spec(f"{__name__}.{name}") is None:
+    if name in NAMES and not _exists(name):
         return ["its kernels are not part of this version"]
     return load(name).unusable()
+
+
+@functools.cache  # a search of the file system, too slow for every call
+def _exists(name: str) -> bool:
+    return importlib.util.find_spec(f"{__name__}.{name}") is not None
 
 
 def status() -> dict[str, list[str]]:

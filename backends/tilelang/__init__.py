@@ -1,0 +1,66 @@
+"""The backend for NVIDIA GPUs: TileLang kernels for M1 to M4 (plan -> prepare -> recurrence).
+
+With KDA_EMULATE=1 the same kernel sources also run on CPU tensors, in float32 and slowly: to check them without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+from kda.backends.call import KdaCall
+
+from .launch import chunk_kda, stages
+
+__all__ = ["chunk_kda", "differentiable", "refuses", "stages", "unusable"]
+
+differentiable = False
+
+HEAD_DIMS = (64, 128)
+
+
+def unusable() -> list[str]:
+    """Why the kernels cannot run on this machine."""
+    reasons = []
+    if not _installed():
+        reasons.append("tilelang is not installed (the extra `cuda`)")
+    if not _emulating() and not _has_device():
+        reasons.append("there is no CUDA device (KDA_EMULATE=1 runs the kernels on CPU tensors, slowly)")
+    return reasons
+
+
+def refuses(call: KdaCall) -> list[str]:
+    """Every reason why the kernels cannot take the call."""
+    reasons = []
+    if call.op != "chunk_kda":
+        reasons.append("it has no kernel for decoding yet")
+    device = call.q.device.type
+    if device != "cuda" and not (device == "cpu" and _emulating()):
+        reasons.append(f"its tensors must be on cuda, got {device}")
+    if device == "cuda" and call.q.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"q, k and v must be bfloat16 or float16, got {str(call.q.dtype).removeprefix('torch.')}")
+    if call.q.dtype == torch.float64:
+        reasons.append("the CPU path computes in float32, got float64")
+    for name, size in (("K", call.K), ("V", call.V)):
+        if size not in HEAD_DIMS:
+            reasons.append(f"{name} must be {' or '.join(map(str, HEAD_DIMS))}, got {size}")
+    if call.B * call.T >= 2**31:
+        reasons.append(f"B * T must be below 2^31, got {call.B * call.T}")
+    return reasons
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("tilelang") is not None
+
+
+@functools.cache
+def _has_device() -> bool:
+    return torch.cuda.is_available()
+
+
+def _emulating() -> bool:
+    return os.environ.get("KDA_EMULATE") == "1"

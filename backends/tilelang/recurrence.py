@@ -1,0 +1,123 @@
+"""M4 in one kernel: the recurrence over a sequence's chunks and its output, for calls that need no snapshots.
+
+Per (sequence, value head, tile of V), chunk after chunk, with S [K, tile] fp32 in registers:
+
+    v_new = u - w S      o = qg S + Aqk v_new      S <- diag(decay) S + kgᵀ v_new
+
+in (chunk table): qg, kg, w [slots, HV, 64, K]   u [slots, HV, 64, V]   aqk [slots, HV, 64, 64]
+    decay [slots, HV, K] fp32
+in: initial_state fp32, or zeros      out: o [T, HV, V] (rows of sequences only), final_state fp32
+
+The sequence stays out of the grid, so that nothing is computed twice; V is cut, because its columns never meet, and K
+is not, because products contract over it. Assumes rows past a sequence's end to be zero in the table, and so masks
+nothing but the store of o.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+from tilelang.layout import make_swizzled_layout
+
+from kda.golden.constants import CHUNK_SIZE as C
+
+from .chunk_table import chunks_per_sequence, sequence
+from .occupancy import share_registers
+from .state import load_state, state_tensor, store_state
+
+
+def recurrence(
+    *,
+    HV: int,
+    K: int,
+    V: int,
+    dtype: str,
+    varlen: bool = False,
+    cu_dtype: str = "int32",
+    state_v_first: bool = True,
+    has_initial_state: bool = False,
+    has_final_state: bool = False,
+    block_V: int = 32,
+    threads: int = 128,
+    num_stages: int = 3,
+    blocks_per_sm: int = 1,
+) -> Any:
+    """Kernel (qg, kg, w, u, aqk, decay, [initial_state], cu_seqlens | seq_len, o, [final_state]).
+
+    The states exist with their flags; cu_seqlens [N + 1] in the varlen form, else seq_len (an int). GPUs before Hopper
+    take num_stages=1 alone.
+    """
+    f32 = "float32"
+    tiles = V // block_V
+    blocks = HV * tiles
+    total, slots, N, N1 = T.dynamic("total, slots, N, N1")
+    sequences = N1 - 1 if varlen else N
+    initial_state_t = state_tensor(sequences, HV, K, V, state_v_first) if has_initial_state else None
+    final_state_t = state_tensor(sequences, HV, K, V, state_v_first) if has_final_state else None
+    cu_seqlens_t = T.Tensor((N1,), cu_dtype) if varlen else None
+    seq_len_t = None if varlen else T.int32
+
+    @T.prim_func
+    def kda_recurrence(
+        qg: T.Tensor((slots, HV, C, K), dtype),
+        kg: T.Tensor((slots, HV, C, K), dtype),
+        w: T.Tensor((slots, HV, C, K), dtype),
+        u: T.Tensor((slots, HV, C, V), dtype),
+        aqk: T.Tensor((slots, HV, C, C), dtype),
+        decay: T.Tensor((slots, HV, K), f32),
+        initial_state: initial_state_t,
+        cu_seqlens: cu_seqlens_t,
+        seq_len: seq_len_t,
+        o: T.Tensor((total, HV, V), dtype),
+        final_state: final_state_t,
+    ):
+        with T.Kernel((N1 - 1 if varlen else slots // chunks_per_sequence(seq_len)) * blocks, threads=threads) as block:
+            if blocks_per_sm > 1:
+                share_registers(threads, blocks_per_sm)
+            column = block % tiles * block_V
+            hv = block // tiles % HV
+            n = block // tiles // HV
+            bos, length, base = sequence(n, cu_seqlens, seq_len, varlen)
+
+            state = T.alloc_fragment((K, block_V), f32)
+            state_s = T.alloc_shared((K, block_V), dtype)
+            w_s = T.alloc_shared((C, K), dtype)
+            u_s = T.alloc_shared((C, block_V), dtype)
+            kg_s = T.alloc_shared((C, K), dtype)
+            qg_s = T.alloc_shared((C, K), dtype)
+            aqk_s = T.alloc_shared((C, C), dtype)
+            decay_s = T.alloc_shared((K,), f32)
+            v_new = T.alloc_fragment((C, block_V), f32)
+            v_new_s = T.alloc_shared((C, block_V), dtype)
+            out = T.alloc_fragment((C, block_V), f32)
+            out_s = T.alloc_shared((C, block_V), dtype)
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (u_s, out_s)})
+
+            if has_initial_state:
+                load_state(initial_state, n, hv, column, state_v_first, state)
+            else:
+                T.clear(state)
+            for c in T.Pipelined(T.ceildiv(length, C), num_stages=num_stages):
+                T.copy(w[base + c, hv, 0:C, 0:K], w_s)
+                T.copy(u[base + c, hv, 0:C, column : column + block_V], u_s)
+                T.copy(decay[base + c, hv, 0:K], decay_s)
+                T.copy(kg[base + c, hv, 0:C, 0:K], kg_s)
+                T.copy(qg[base + c, hv, 0:C, 0:K], qg_s)
+                T.copy(aqk[base + c, hv, 0:C, 0:C], aqk_s)
+                T.copy(state, state_s)
+                T.gemm(w_s, state_s, v_new, clear_accum=True)
+                for i, j in T.Parallel(C, block_V):
+                    v_new[i, j] = u_s[i, j] - v_new[i, j]
+                T.copy(v_new, v_new_s)
+                for i, j in T.Parallel(K, block_V):
+                    state[i, j] = state[i, j] * decay_s[i]
+                T.gemm(kg_s, v_new_s, state, transpose_A=True)
+                T.gemm(qg_s, state_s, out, clear_accum=True)
+                T.gemm(aqk_s, v_new_s, out)
+                T.copy(out, out_s)
+                for i, j in T.Parallel(C, block_V):
+                    if c * C + i < length:
+                        o[bos + c * C + i, hv, column + j] = out_s[i, j]
+            if has_final_state:
+                store_state(state, final_state, n, hv, column, state_v_first)
+
+    return kda_recurrence

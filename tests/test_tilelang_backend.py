@@ -1,0 +1,90 @@
+"""The TileLang backend behind the front end, on the CPU: what it refuses, and the gates that KDA_EMULATE=1 can run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kda
+from kda import backends
+from kda.gates.case import run_case
+from kda.gates.command import CASES
+from kda.golden import inputs
+
+pytest.importorskip("tilelang")
+
+
+@pytest.fixture
+def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDA_EMULATE", "1")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_without_a_device_it_says_so(monkeypatch):
+    monkeypatch.delenv("KDA_EMULATE", raising=False)
+    assert any("there is no CUDA device" in reason for reason in backends.status()["tilelang"])
+    with pytest.raises(NotImplementedError, match="there is no CUDA device"):
+        kda.chunk_kda(**inputs.stable(1, 10, 1), backend="tilelang")
+
+
+def test_all_reasons_come_at_once(emulate):
+    call = inputs.stable(1, 10, 1, 16, 32, dtype=torch.float64)
+    with pytest.raises(NotImplementedError) as refusal:
+        kda.chunk_kda(**call, backend="tilelang")
+    for reason in ("K must be 64 or 128, got 16", "V must be 64 or 128, got 32", "got float64"):
+        assert reason in str(refusal.value)
+    with pytest.raises(NotImplementedError, match="no kernel for decoding"):
+        kda.fused_recurrent_kda(**inputs.stable(1, 1, 1), backend="tilelang")
+
+
+@pytest.mark.parametrize(
+    "id", ["V0", "LAYOUT", "GVA", "EMPTY", "PADDING", "POISON", "STRIDES", "ALIAS", "GMIX", "SOFTPLUS"]
+)
+def test_gates(emulate, id):
+    result = run_case(CASES[id], "tilelang", "cpu", torch.bfloat16)
+    assert result.outcome == "passed", (result.reason, [f.text for f in result.findings if not f.ok])
+
+
+def test_stages_are_named(emulate, monkeypatch):
+    """A fault in prepare is traced to the tensors that it spoils."""
+    from kda.backends.tilelang import launch
+
+    right = launch._prepare
+
+    def wrong(call):
+        prepared = right(call)
+        prepared.aqk.mul_(1.5)
+        return prepared
+
+    monkeypatch.setattr(launch, "_prepare", wrong)
+    result = run_case(CASES["L0"], "tilelang", "cpu", torch.bfloat16)
+    assert any("first stage that departs: M2 (Aqk" in finding.text for finding in result.findings)
+
+
+@pytest.mark.parametrize("lengths", [None, [0, 0]])
+def test_a_call_without_tokens_keeps_its_states(emulate, lengths):
+    call = inputs.stable(1, 0, 1, 64, lengths=lengths, initial_state=True)
+    o, state = kda.chunk_kda(**call, backend="tilelang")
+    assert o.shape == call["v"].shape and torch.equal(state, call["initial_state"])
+    state.zero_()
+    assert call["initial_state"].any(), "the caller's state is not handed back as the result"
+    _, state = kda.chunk_kda(**call | {"initial_state": None}, backend="tilelang")
+    assert not state.any()
+
+
+def test_cache_of_builds_is_keyed_by_what_kernels_are_built_for():
+    from kda.backends.tilelang.build import config
+    from kda.normalise import normalise
+
+    lengths = {config(normalise("chunk_kda", **inputs.stable(2, T, 1))) for T in range(1, 20)}
+    assert len(lengths) == 1
+    other = {config(normalise("chunk_kda", **inputs.stable(1, 8, H, HV=HV))) for H, HV in ((1, 1), (1, 2), (2, 2))}
+    assert len(other) == 3
+
+
+def test_tiles_narrow_until_the_processors_are_busy():
+    from kda.backends.tilelang.build import _block_V
+
+    assert [_block_V(states, 128, 132) for states in (1, 16, 32, 64, 96, 1000)] == [32, 32, 32, 64, 128, 128]
+    assert _block_V(1, 64, 132) == 32
+
