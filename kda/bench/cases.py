@@ -1,0 +1,99 @@
+"""The benchmark's cases: sizes, the bytes and operations that each one ideally takes, and its inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+LOWER_BOUND = -5.0
+BYTES_FORMULA = "T·H·(3K + 2V + 1)·b + 8·N·H·K·V + 4·H·(K + 1), and 8·(N + 1) for cu_seqlens"
+BYTES_MEANING = (
+    "each input and output once: q, k, g, v, o, beta of b = 2 bytes; fp32 states in and out; A_log and dt_bias"
+)
+FLOPS_FORMULA = "per chunk and head: C²·(6K + 4V) + 6·C·K·V + C³/3"
+FLOPS_MEANING = (
+    "C = 64, or what is left for the last chunk; Akk, Aqk, w, u, Aqk v_new as dense products; w S, q S, kᵀ v_new; "
+    "the triangular inverse"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: H heads over sequences of these lengths, packed by cu_seqlens where there are several."""
+
+    id: str
+    H: int
+    lengths: tuple[int, ...]
+    K: int = 128
+    V: int = 128
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Ideal traffic, by `BYTES_FORMULA`."""
+        T, N, H, K, V = self.tokens, len(self.lengths), self.H, self.K, self.V
+        packed = 8 * (N + 1) if N > 1 else 0
+        return T * H * (3 * K + 2 * V + 1) * 2 + 8 * N * H * K * V + 4 * H * (K + 1) + packed
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the chunked form, by `FLOPS_FORMULA`."""
+        chunks = (min(CHUNK, length - start) for length in self.lengths for start in range(0, length, CHUNK))
+        K, V = self.K, self.V
+        return self.H * math.fsum(C * C * (6 * K + 4 * V) + 6 * C * K * V + C**3 / 3 for C in chunks)
+
+    def scaled_down(self) -> Case:
+        """A version for a CPU: a 16th of the heads and a 32nd of the tokens, at least one of each."""
+        lengths = tuple(max(1, length // 32) for length in self.lengths)
+        return dataclasses.replace(self, H=max(1, self.H // 16), lengths=lengths)
+
+    def inputs(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
+        """Arguments of `chunk_kda` in production form, drawn on the device: the CPU would take minutes at these sizes.
+
+        q, k, v, raw gate and beta logits ~ N(0, 1) in `dtype`, `[1, T, H, ...]`; A_log = log U(1, 16) `[H]`, dt_bias
+        `[H * K]` and the initial states `[N, H, V, K]` fp32; cu_seqlens int64 where there are several sequences.
+        """
+        generator = torch.Generator(device).manual_seed(seed)
+        T, N, H, K, V = self.tokens, len(self.lengths), self.H, self.K, self.V
+
+        def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+        ends = torch.tensor((0, *self.lengths), device=device).cumsum(0)
+        return {
+            "q": normal(1, T, H, K), "k": normal(1, T, H, K), "v": normal(1, T, H, V),
+            "g": normal(1, T, H, K), "beta": normal(1, T, H),
+            "initial_state": normal(N, H, V, K, dtype=torch.float32) * 0.1,
+            "A_log": torch.empty(H, device=device).uniform_(1.0, 16.0, generator=generator).log(),
+            "dt_bias": normal(H * K, dtype=torch.float32) - 4.0,
+            "cu_seqlens": ends if N > 1 else None,
+            "lower_bound": LOWER_BOUND, "output_final_state": True, "state_v_first": True,
+            "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+        }  # fmt: skip
+
+
+MIXED = (1300, 547, 2048, 963, 271, 3063)
+CASES: dict[str, Case] = {
+    case.id: case
+    for case in (
+        *(Case(f"H{H}", H, (8192,)) for H in (96, 64, 32, 16)),
+        *(Case(f"H{H}-mixed", H, MIXED) for H in (96, 64)),
+        *(Case(f"H{H}-8x1024", H, (1024,) * 8) for H in (96, 64)),
+        Case("H32-T32768", 32, (32768,)),
+        Case("H8-T65536", 8, (65536,)),
+        *(Case(f"T{T}", 32, (T,)) for T in (64, 128, 256, 512, 1024, 2048)),
+    )
+}
+HOST_CASE = "T64"
+"""The case whose host time is taken: short, so that the device never makes the host wait."""
+PEER_CASES = ("H96", "H32", HOST_CASE)
+"""Where peers run unless cases are named: two head counts, as FLA tunes itself for minutes at each new one."""

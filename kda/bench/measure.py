@@ -1,0 +1,98 @@
+"""Clocks: the median time of a call, the host's share of it, and what the machine can do at best."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kda.bench.cases import Case
+
+WARM_UP, RUNS, HOST_RUNS = 10, 50, 200
+CPU_RUNS = 3
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this machine was measured to do."""
+
+    copy: float  # bytes/s, read plus written, of a large copy inside the device's memory
+    matmul: float  # FLOP/s of a large square product in the dtype of the cases
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One operator on one case; `error` says why there is no time."""
+
+    case: Case
+    operator: str
+    seconds: float | None = None  # median
+    host_seconds: float | None = None  # median, until the call returns
+    error: str = ""
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        return self.seconds and self.case.moved_bytes / self.seconds
+
+    @property
+    def flops_per_second(self) -> float | None:
+        return self.seconds and self.case.flops / self.seconds
+
+
+def measure(case: Case, operator: str, call: Callable[[], object], device: torch.device, *, host: bool) -> Measurement:
+    """Time a call, its host time too if `host`; an operator that refuses or fails makes a measurement that says so."""
+    try:
+        with torch.no_grad():
+            return Measurement(case, operator, median_seconds(call, device), host_seconds(call) if host else None)
+    except Exception as error:  # one operator's failure must not cost the other rows
+        return Measurement(case, operator, error=f"{type(error).__name__}: {error}")
+
+
+def median_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Median of `RUNS` calls after `WARM_UP`, between CUDA events; on a CPU, of `CPU_RUNS` after one.
+
+    Every call has its own pair of events, and the host waits only once, at the end. Caches stay as the call before left
+    them, so inputs that fit into L2 are read from there.
+    """
+    if device.type != "cuda":
+        call()
+        return statistics.median(_timed(call) for _ in range(CPU_RUNS))
+    for _ in range(WARM_UP):
+        call()
+    torch.cuda.synchronize(device)
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(RUNS)]
+    for start, end in pairs:
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(start.elapsed_time(end) for start, end in pairs) * 1e-3
+
+
+def host_seconds(call: Callable[[], object]) -> float:
+    """Median time until a call returns, of `HOST_RUNS`. The device is idle at each start: no queue makes it wait."""
+    times = []
+    for _ in range(HOST_RUNS):
+        torch.cuda.synchronize()
+        times.append(_timed(call))
+    return statistics.median(times)
+
+
+def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measure the copy bandwidth (1 GiB) and the matmul rate (8192³); smaller ones on a CPU."""
+    size, n = (2**30, 8192) if device.type == "cuda" else (2**26, 256)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * size / median_seconds(lambda: target.copy_(source), device)
+    a, b = torch.randn(2, n, n, dtype=dtype, device=device)  # not zeros, which would draw less power
+    out = torch.empty_like(a)
+    return Ceilings(copy, 2 * n**3 / median_seconds(lambda: torch.mm(a, b, out=out), device))
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
