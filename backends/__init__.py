@@ -25,6 +25,9 @@ _warned: set[str] = set()
 class Backend(Protocol):
     """What a backend package offers."""
 
+    about: str
+    """One line for `python -m kda info`: what computes, what supplies gradients, what is proved where."""
+
     differentiable: bool
     """Whether autograd goes through its `chunk_kda`; where it does not, torch's formulas supply the gradient."""
 
@@ -72,6 +75,11 @@ def _exists(name: str) -> bool:
 def status() -> dict[str, list[str]]:
     """Each backend's name with the reasons why it cannot be used here; an empty list means that it can."""
     return {name: unusable(name) for name in NAMES}
+
+
+def about(name: str) -> str:
+    """A line about backend `name`; empty where this version does not contain it."""
+    return load(name).about if _exists(name) else ""
 
 
 def for_device(device_type: str) -> str:

@@ -15,8 +15,12 @@ from kda.backends.call import KdaCall
 
 from .launch import chunk_kda, stages
 
-__all__ = ["chunk_kda", "differentiable", "refuses", "stages", "unusable"]
+__all__ = ["about", "chunk_kda", "differentiable", "refuses", "stages", "unusable"]
 
+about = (
+    "TileLang kernels; gradients are torch's, computed anew. The tile-level kernels are executed on the CPU by the "
+    "tests; prepare's thread-level twin, which Hopper GPUs run, is held to the golden on a GPU alone"
+)
 differentiable = False
 
 HEAD_DIMS = (64, 128)

@@ -7,6 +7,7 @@ serves them all.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,10 @@ from kda.backends.call import KdaCall
 
 CPU = "c"
 """Target of the CPU execution path, which computes in float32."""
+
+
+HOPPER = "sm_90a"
+"""The architecture for which prepare has a faster, thread-level twin."""
 
 
 class Config(NamedTuple):
@@ -106,9 +111,11 @@ class Kernels:
 
     @functools.cached_property
     def prepare(self) -> Callable[..., None]:
-        from .prepare import prepare
-
         c = self.config
+        if c.target == HOPPER:
+            from .prepare_hopper import prepare
+        else:
+            from .prepare import prepare
         return _build(
             c.target, prepare, H=c.H, g_dtype=c.g_dtype, beta_dtype=c.beta_dtype, use_qk_l2norm=c.use_qk_l2norm,
             use_gate=c.use_gate, bounded_gate=c.bounded_gate, use_beta_sigmoid=c.use_beta_sigmoid,
@@ -143,17 +150,24 @@ class Kernels:
 
 
 def _build(target: str, builder: Callable[..., Any], **parameters: Any) -> Callable[..., None]:
-    import tilelang
-
     from .cpu_trace import cpu_trace
 
     if target == CPU:
         with cpu_trace():
-            kernel = builder(**parameters)
-        return tilelang.compile(kernel, target=CPU, execution_backend="cython")
-    kernel = tilelang.compile(
-        builder(**parameters), target={"kind": "cuda", "arch": target}, execution_backend="tvm_ffi",
-        pass_configs={tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True},
-    )  # fmt: skip
+            return compile_kernel(builder(**parameters), CPU)
+    kernel = compile_kernel(builder(**parameters), target)
     # The function itself: TileLang's own wrapper around it costs more host time than the launch.
     return kernel.adapter.get_exportable_executable()["main"]
+
+
+def compile_kernel(kernel: Any, target: str) -> Any:
+    """A traced kernel as TileLang's JITKernel for the target; no GPU is needed."""
+    os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
+    import tilelang
+
+    if target == CPU:
+        return tilelang.compile(kernel, target=CPU, execution_backend="cython")
+    return tilelang.compile(
+        kernel, target={"kind": "cuda", "arch": target}, execution_backend="tvm_ffi",
+        pass_configs={tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True},
+    )  # fmt: skip

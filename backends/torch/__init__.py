@@ -7,8 +7,9 @@ from kda.backends.call import KdaCall
 from .chunk import chunk_kda, stages
 from .recurrent import fused_recurrent_kda
 
-__all__ = ["chunk_kda", "differentiable", "fused_recurrent_kda", "refuses", "stages", "unusable"]
+__all__ = ["about", "chunk_kda", "differentiable", "fused_recurrent_kda", "refuses", "stages", "unusable"]
 
+about = "plain PyTorch on any device, with autograd"
 differentiable = True
 
 

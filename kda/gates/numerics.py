@@ -21,8 +21,10 @@ DECAYS = {
 
 
 def _decay(run: Run, gate: float | str) -> None:
-    run.accuracy(run.stable(1, 300, 2, gate=gate, initial_state=True), "fixed length")
-    run.accuracy(run.stable(1, 200, 2, gate=gate, lengths=[63, 0, 137], initial_state=True), "packed")
+    # Without decay a state grows past what the element-wise limit of stable inputs is meant for.
+    calm = gate != 0.0
+    run.accuracy(run.stable(1, 300, 2, gate=gate, initial_state=True), "fixed length", stable=calm)
+    run.accuracy(run.stable(1, 200, 2, gate=gate, lengths=[63, 0, 137], initial_state=True), "packed", stable=calm)
 
 
 for _id, (_title, _gate) in DECAYS.items():

@@ -1,0 +1,57 @@
+"""The CUDA kernels compile for Hopper without a GPU, and their registers stay where they were when they were fast."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tilelang")
+
+from kda.backends.tilelang.build import HOPPER, compile_kernel
+from kda.backends.tilelang.chunk_delta_h import chunk_delta_h
+from kda.backends.tilelang.chunk_o import chunk_o
+from kda.backends.tilelang.chunk_table import plan
+from kda.backends.tilelang.prepare_hopper import prepare as prepare_hopper
+from kda.backends.tilelang.recurrence import recurrence
+
+pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+SHAPE = {"HV": 32, "K": 128, "V": 128, "dtype": "bfloat16"}
+STATES = {"has_initial_state": True, "has_final_state": True}
+PRODUCTION = {"use_qk_l2norm": True, "use_gate": True, "bounded_gate": True, "use_beta_sigmoid": True}
+RAW = {"H": 32, "g_dtype": "bfloat16", "beta_dtype": "bfloat16"}
+KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plan": (plan, {"HV": 32, "V": 128, "dtype": "bfloat16", "cu_dtype": "int32"}),
+    "prepare, bounded gate": (prepare_hopper, SHAPE | RAW | PRODUCTION),
+    "prepare, log decay, packed, fp16": (
+        prepare_hopper,
+        SHAPE | {"dtype": "float16", "H": 32, "g_dtype": "float32", "beta_dtype": "float32", "varlen": True},
+    ),
+    "recurrence, 128 columns": (recurrence, SHAPE | STATES | {"block_V": 128, "threads": 256, "num_stages": 2}),
+    "recurrence, 64 columns": (recurrence, SHAPE | STATES | {"block_V": 64, "num_stages": 2}),
+    "recurrence, 32 columns, packed": (recurrence, SHAPE | STATES | {"varlen": True}),
+    "chunk_delta_h": (chunk_delta_h, SHAPE | STATES),
+    "chunk_o": (chunk_o, SHAPE),
+}
+SPILL_BYTES = {"prepare, bounded gate": 0, "prepare, log decay, packed, fp16": 64}
+"""Bound on stores and loads of spilled registers, 0 for every kernel that is not named."""
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
+    builder, parameters = KERNELS[name]
+    from tilelang.contrib import nvcc
+
+    source = tmp_path / "kernel.cu"
+    source.write_text(compile_kernel(builder(**parameters), HOPPER).get_kernel_source())
+    options = [*nvcc.default_compile_options(), "--use_fast_math", "-O3", "-w", "-Xptxas", "-v"]
+    command = ["nvcc", "--cubin", f"-arch={HOPPER}", *options, "-o", str(tmp_path / "kernel.cubin"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    spilled = [int(x) for x in re.findall(r"(\d+) bytes spill", done.stderr)]
+    assert spilled and max(spilled) <= SPILL_BYTES.get(name, 0), (name, spilled)
