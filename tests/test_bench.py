@@ -6,7 +6,6 @@ import dataclasses
 import json
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,12 @@ from kda.bench.measure import Ceilings, Measurement
 CPU = ["bench", "--device", "cpu", "--case"]
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KDA_BACKEND", raising=False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def bench(tmp_path: Path, *arguments: str) -> tuple[int, dict]:

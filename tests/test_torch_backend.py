@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,13 +24,7 @@ LENGTHS = [0, 5, 64, 130, 0, 1, 63, 65, 16]
 GATES = ["logsigmoid", -1.5, -2.0, -5.0, 0.0, -1e-3, -1000.0, -torch.inf, "half_1000", "mixed"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are too small to share out, and the machine may be busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:

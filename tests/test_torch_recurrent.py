@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,7 @@ SLOTS = torch.tensor([[7, 3, 12, 1], [9, 15, 2, 20], [0, 5, 6, 8], [4, 0, 10, -1
 """Sequence 1 is empty, 2 and 4 start from null slots unless they have accepted a token more, 3 has null slots later."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are too small to share out, and the machine may be busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
