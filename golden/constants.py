@@ -1,10 +1,7 @@
 """Numbers that every part of the package must agree on; each is defined here and nowhere else."""
 
 CHUNK_SIZE = 64
-"""Tokens per chunk on CUDA and in the torch backend."""
-
-NPU_CHUNK_SIZE = 128
-"""Tokens per chunk on Ascend NPUs."""
+"""Tokens per chunk of the backends and, unless told otherwise, of the golden."""
 
 SUB_BLOCK = 16
 """Side of the square blocks that M2 (the intra-chunk products and the inverse) is cut into."""

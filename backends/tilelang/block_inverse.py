@@ -9,8 +9,8 @@ from typing import Any
 
 import tilelang.language as T
 
-C = 64
-SUB = 16
+from kda.golden.constants import CHUNK_SIZE as C
+from kda.golden.constants import SUB_BLOCK as SUB
 
 
 @T.macro

@@ -10,10 +10,11 @@ from typing import Any
 
 import tilelang.language as T
 
+from kda.golden.constants import SUB_BLOCK as SUB
+
+from .bisection import HALF
 from .threads import widen
 
-HALF = 32
-SUB = 16
 ROWS = 4
 """Rows of q and k that a thread has in flight."""
 

@@ -21,15 +21,14 @@ from tilelang import PassConfigKey
 
 from kda.golden.constants import CHUNK_SIZE as C
 from kda.golden.constants import L2_NORM_EPS
+from kda.golden.constants import SUB_BLOCK as SUB
 
+from .bisection import HALF
 from .block_inverse import inverse_times_beta, invert_diagonal_blocks
 from .chunk_table import chunk
 from .pivoted_chunk import make_pivoted_chunk
 from .strong_chunk import make_strong_chunk
 from .threads import LOG2E, gate_bias, gate_factor, log2_decay, sigmoid, widen
-
-HALF = 32
-SUB = 16
 
 PIVOT_RANGE = 80.0 * LOG2E
 """log2 of what 16 tokens may decay by. A gate in [-5, 0) can't exceed it."""

@@ -16,10 +16,11 @@ from typing import Any
 
 import tilelang.language as T
 
+from kda.golden.constants import SUB_BLOCK as SUB
+
+from .bisection import HALF
 from .threads import gate_bias, log2_decay, widen
 
-HALF = 32
-SUB = 16
 ROWS = 4
 """Rows of q and k that a thread has in flight."""
 

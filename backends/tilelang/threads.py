@@ -6,7 +6,7 @@ import tilelang.language as T
 
 from kda.golden.constants import MIN_LOG_DECAY
 
-LOG2E = 1.4426950408889634
+from .activation import LOG2E
 
 
 @T.macro

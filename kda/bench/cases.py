@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 64
+from kda.golden.constants import CHUNK_SIZE as CHUNK
+
 LOWER_BOUND = -5.0
 BYTES_FORMULA = "T·H·(3K + 2V + 1)·b + 8·N·H·K·V + 4·H·(K + 1), and 8·(N + 1) for cu_seqlens"
 BYTES_MEANING = (
