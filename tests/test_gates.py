@@ -189,7 +189,7 @@ def test_same_bits_sees_one_flipped_bit_and_lets_nan_equal_itself():
     ("arguments", "code", "message"),
     [
         (["--case", "NOPE"], 2, "--case: unknown NOPE; known: L0"),
-        (["--backend", "nope"], 2, "backend: expected one of tilelang, pypto, torch, got 'nope'"),
+        (["--backend", "nope"], 2, "--backend: expected one of auto, tilelang, pypto, torch, got 'nope'"),
         (["--plot", "x.pdf", "--case", "L0"], 2, "--plot: expected a name that ends in .png"),
         (["--list"], 0, "near-identical keys"),
         (["--case", "L0", "--backend", "torch", "--dtype", "fp32"], 0, "1 passed"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import kda
 from kda import backends
+from kda.backends import tilelang as tilelang_backend
 from kda.gates.case import run_case
 from kda.gates.command import CASES
 from kda.golden import inputs
@@ -35,6 +38,16 @@ def test_all_reasons_come_at_once(emulate):
         assert reason in str(refusal.value)
     with pytest.raises(NotImplementedError, match="no kernel for decoding"):
         kda.fused_recurrent_kda(**inputs.stable(1, 1, 1), backend="tilelang")
+
+
+def test_other_gpus_are_refused(monkeypatch):
+    call = SimpleNamespace(
+        op="chunk_kda", K=128, V=128, B=1, T=8, q=SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    )
+    monkeypatch.setattr(tilelang_backend, "target_for", lambda device: "sm_80")
+    assert tilelang_backend.refuses(call) == ["its kernels are for Hopper GPUs (sm_90a), got sm_80"]
+    monkeypatch.setattr(tilelang_backend, "target_for", lambda device: "sm_90a")
+    assert tilelang_backend.refuses(call) == []
 
 
 @pytest.mark.parametrize(

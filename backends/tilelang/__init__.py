@@ -13,6 +13,7 @@ import torch
 
 from kda.backends.call import KdaCall
 
+from .build import HOPPER, target_for
 from .launch import chunk_kda, stages
 
 __all__ = ["about", "chunk_kda", "differentiable", "refuses", "stages", "unusable"]
@@ -44,6 +45,8 @@ def refuses(call: KdaCall) -> list[str]:
     device = call.q.device.type
     if device != "cuda" and not (device == "cpu" and _emulating()):
         reasons.append(f"its tensors must be on cuda, got {device}")
+    if device == "cuda" and (target := target_for(call.q.device)) != HOPPER:
+        reasons.append(f"its kernels are for Hopper GPUs ({HOPPER}), got {target}")
     if device == "cuda" and call.q.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"q, k and v must be bfloat16 or float16, got {str(call.q.dtype).removeprefix('torch.')}")
     if call.q.dtype == torch.float64:

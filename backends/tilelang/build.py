@@ -20,7 +20,7 @@ CPU = "c"
 
 
 HOPPER = "sm_90a"
-"""The architecture for which prepare has a faster, thread-level twin."""
+"""The one GPU architecture that the kernels are tuned and proved for; prepare has a thread-level twin for it."""
 
 
 class Config(NamedTuple):
@@ -48,7 +48,7 @@ class Config(NamedTuple):
 
 def config(call: KdaCall) -> Config:
     """The configuration that serves this call on its device."""
-    target = _target(call.q.device)
+    target = target_for(call.q.device)
     dtypes = [call.q.dtype, call.g.dtype, call.beta.dtype] if target != CPU else [torch.float32] * 3
     return Config(
         target, call.H, call.HV, call.K, call.V, *map(_name, dtypes),
@@ -74,7 +74,8 @@ def _processors(device: torch.device) -> int:
 
 
 @functools.cache
-def _target(device: torch.device) -> str:
+def target_for(device: torch.device) -> str:
+    """What the kernels of a call on this device are compiled for."""
     if device.type == "cpu":
         return CPU
     major, minor = torch.cuda.get_device_capability(device)
@@ -112,10 +113,10 @@ class Kernels:
     @functools.cached_property
     def prepare(self) -> Callable[..., None]:
         c = self.config
-        if c.target == HOPPER:
-            from .prepare_hopper import prepare
-        else:
+        if c.target == CPU:
             from .prepare import prepare
+        else:
+            from .prepare_hopper import prepare
         return _build(
             c.target, prepare, H=c.H, g_dtype=c.g_dtype, beta_dtype=c.beta_dtype, use_qk_l2norm=c.use_qk_l2norm,
             use_gate=c.use_gate, bounded_gate=c.bounded_gate, use_beta_sigmoid=c.use_beta_sigmoid,

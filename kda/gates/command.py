@@ -53,14 +53,14 @@ def run(args: argparse.Namespace) -> int:
         return 2
     device = args.device or _default_device()
     backend = args.backend or os.environ.get("KDA_BACKEND") or "auto"
+    if backend not in ("auto", *backends.NAMES):
+        source = "--backend" if args.backend else "KDA_BACKEND"
+        known = ", ".join(("auto", *backends.NAMES))
+        console.print(f"{source}: expected one of {known}, got {backend!r}", markup=False, soft_wrap=True)
+        return 2
     if backend == "auto":
         backend = backends.for_device(torch.device(device).type)
-    try:
-        reasons = backends.unusable(backend)
-    except ValueError as unknown_name:
-        console.print(str(unknown_name), markup=False, soft_wrap=True)
-        return 2
-    if reasons:
+    if reasons := backends.unusable(backend):
         console.print(f"backend {backend} cannot be used: {'; '.join(reasons)}", markup=False, soft_wrap=True)
         return 2
     chosen = [CASES[id] for id in args.cases] if args.cases else [c for c in CASES.values() if args.slow or not c.slow]
