@@ -40,7 +40,7 @@ class Sizes:
     _: KW_ONLY
     lengths: Sequence[int] | None = None  # adds int32 cu_seqlens; tokens of T beyond their sum are padding
     dtype: torch.dtype = torch.bfloat16  # of q, k and v
-    initial_state: bool = False  # adds one of 0.1 N(0, 1), fp32
+    initial_state: bool = False  # adds one of 0.1 N(0, 1), fp32 (fp64 beside fp64 inputs)
     state_v_first: bool = True
     seed: int = 0
     device: torch.device | str = "cpu"
@@ -70,9 +70,9 @@ class Sizes:
             call["cu_seqlens"] = torch.tensor([0, *self.lengths]).cumsum(0).int()
         if self.initial_state:
             N = self.B if self.lengths is None else len(self.lengths)
-            call["initial_state"] = 0.1 * self.randn(
-                N, self.HV, *((self.V, self.K) if self.state_v_first else (self.K, self.V))
-            )
+            shape = (N, self.HV, self.V, self.K) if self.state_v_first else (N, self.HV, self.K, self.V)
+            state = 0.1 * self.randn(*shape)
+            call["initial_state"] = state.double() if self.dtype == torch.float64 else state
         return _moved(call | {"output_final_state": True, "state_v_first": self.state_v_first}, self.device)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kda.golden import chunk_kda_golden, inputs, rel_rmse
+from kda.normalise import normalise
 
 GENERATORS = [inputs.stable, inputs.raw, inputs.collinear, inputs.cancellation_stress]
 
@@ -97,3 +98,9 @@ def test_lengths_must_fit() -> None:
         inputs.stable(1, 10, 1, lengths=[5, 7])
     with pytest.raises(ValueError, match="got B = 2"):
         inputs.raw(2, 10, 1, lengths=[5])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_front_end_takes_every_generators_call(dtype: torch.dtype) -> None:
+    for generator in (inputs.stable, inputs.raw, inputs.collinear):
+        normalise("chunk_kda", **generator(1, 5, 1, 16, dtype=dtype, initial_state=True))
