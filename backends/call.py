@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the states and of A_log and dt_bias beside q of `dtype`: fp32, or fp64 beside fp64."""
+    """Dtype of computation and of the states beside q of `dtype`: fp32, or fp64 beside fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

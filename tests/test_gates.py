@@ -17,6 +17,7 @@ from kda.backends.call import KdaCall
 from kda.gates import command
 from kda.gates.case import CASES, Case, Result, Run, Skip, chunk_borders, run_case
 from kda.golden import stages
+from kda.operator import ARGUMENTS
 
 SEED_CASES = {
     "L0", "T1", "P0", "L2", "L3", "U0", "U1", "V0", "V1", "V2", "V3", "V4", "T37", "L2NORM", "DETERMINISM", "NANORDER",
@@ -45,14 +46,9 @@ class GoldenBackend:
         return self._run(golden.chunk_kda_stages, call)
 
     def _run(self, function: Callable, call: KdaCall):
-        names = (
-            "q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel",
-            "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "A_log", "dt_bias", "lower_bound",
-            "cu_seqlens", "state_v_first",
-        )  # fmt: skip
         with self._monkeypatch.context() as patch:
             patch.setattr(stages, self._stage, self._replacement)
-            return function(**{name: getattr(call, name) for name in names})
+            return function(**{name: getattr(call, name) for name in ARGUMENTS[:-1]})  # all but backend
 
 
 def m4_without_right_shift(Aqk, qg, kg, decay, w, u, initial_state):

@@ -18,7 +18,6 @@ from kda.backends.call import KdaCall
 CPU = "c"
 """Target of the CPU execution path, which computes in float32."""
 
-
 HOPPER = "sm_90a"
 """The one GPU architecture that the kernels are tuned and proved for; prepare has a thread-level twin for it."""
 
@@ -136,12 +135,6 @@ class Kernels:
         return _build(
             self.config.target, chunk_delta_h, **self._recurrent, **self._shape, **self._lengths, **self._states
         )
-
-    @functools.cached_property
-    def chunk_o(self) -> Callable[..., None]:
-        from .chunk_o import chunk_o
-
-        return _build(self.config.target, chunk_o, block_V=min(self.config.V, 128), **self._shape, **self._lengths)
 
     @property
     def _recurrent(self) -> dict[str, int]:

@@ -19,7 +19,6 @@ from tilelang.layout import make_swizzled_layout
 from kda.golden.constants import CHUNK_SIZE as C
 
 from .chunk_table import chunks_per_sequence, sequence
-from .occupancy import share_registers
 from .state import load_state, state_tensor, store_state
 
 
@@ -37,7 +36,6 @@ def chunk_delta_h(
     block_V: int = 32,
     threads: int = 128,
     num_stages: int = 3,
-    blocks_per_sm: int = 1,
 ) -> Any:
     """Kernel (kg, w, u, decay, [initial_state], cu_seqlens | seq_len, h, v_new, [final_state]).
 
@@ -68,8 +66,6 @@ def chunk_delta_h(
         final_state: final_state_t,
     ):
         with T.Kernel((N1 - 1 if varlen else slots // chunks_per_sequence(seq_len)) * blocks, threads=threads) as block:
-            if blocks_per_sm > 1:
-                share_registers(threads, blocks_per_sm)
             column = block % tiles * block_V
             hv = block // tiles % HV
             n = block // tiles // HV

@@ -30,7 +30,6 @@ class Prepared(NamedTuple):
     aqk: Tensor  # [slots, HV, C, C]
     decay: Tensor  # [slots, HV, K] fp32
     sequences: tuple[Any, ...]  # cu_seqlens, or the length of all
-    slots: tuple[Any, ...]  # cu_seqlens and each slot's sequence, or the length of all
 
 
 def chunk_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
@@ -76,7 +75,7 @@ def _prepare(call: KdaCall) -> Prepared:
     u, aqk = q.new_empty(count, HV, C, V), q.new_empty(count, HV, C, C)
     decay = torch.empty(count, HV, K, dtype=torch.float32, device=q.device)
     built.prepare(q, k, v, g, beta, *_gate(call), call.scale, *slots, qg, kg, w, u, aqk, decay)
-    return Prepared(built, o, qg, kg, w, u, aqk, decay, sequences, slots)
+    return Prepared(built, o, qg, kg, w, u, aqk, decay, sequences)
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from kda.backends.call import KdaCall
+from kda.backends.call import KdaCall, state_dtype
 from kda.golden.constants import L2_NORM_EPS, MIN_LOG_DECAY
 
 from .layout import Piece
@@ -37,14 +37,9 @@ class Activated(NamedTuple):
     beta: Tensor  # step size, dim 1
 
 
-def compute_dtype(call: KdaCall) -> torch.dtype:
-    """fp64 for fp64 inputs, else fp32."""
-    return torch.float64 if call.q.dtype == torch.float64 else torch.float32
-
-
 def activate(call: KdaCall, piece: Piece, x: Inputs) -> Activated:
     """Bring a piece into chunk layout and apply L2 norm, scale, gate and beta's sigmoid as the call's flags say."""
-    q, k, v, g, beta = (piece.to_table(rows).to(compute_dtype(call)).contiguous() for rows in x[:5])
+    q, k, v, g, beta = (piece.to_table(rows).to(state_dtype(call.q.dtype)).contiguous() for rows in x[:5])
     if call.use_qk_l2norm_in_kernel:
         q, k = _l2_norm(q), _l2_norm(k)
     q = q * call.scale

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from kda.backends.call import KdaCall
+from kda.backends.call import KdaCall, state_dtype
 
-from .activation import compute_dtype
 from .walk import kv_layout
 
 
@@ -53,7 +52,7 @@ class Pool:
         call = self._call
         live = {n: slot for n, slot in enumerate(self._start) if slot > 0}
         states = kv_layout(call, call.initial_state.index_select(0, self._tensor(live.values())))
-        start = torch.zeros(call.N, call.HV, call.K, call.V, dtype=compute_dtype(call), device=states.device)
+        start = torch.zeros(call.N, call.HV, call.K, call.V, dtype=state_dtype(call.q.dtype), device=states.device)
         return start.index_copy_(0, self._tensor(live), states.to(start.dtype))
 
     def write(self, states: Tensor) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kda.backends.call import KdaCall
+from kda.backends.call import KdaCall, state_dtype
 
-from .activation import Inputs, compute_dtype
+from .activation import Inputs
 from .layout import Layout, Piece
 
 Body = Callable[[Piece, Inputs, Tensor], tuple[dict[str, Tensor], Tensor]]
@@ -69,7 +69,7 @@ def _cat(tensors: list[Tensor], dim: int) -> Tensor:
 
 def initial_states(call: KdaCall) -> Tensor:
     """The states `[N, HV, K, V]` that the sequences start from, in the dtype of computation."""
-    dtype = compute_dtype(call)
+    dtype = state_dtype(call.q.dtype)
     if call.initial_state is None:
         return torch.zeros(call.N, call.HV, call.K, call.V, dtype=dtype, device=call.q.device)
     return kv_layout(call, call.initial_state).to(dtype)
