@@ -1,0 +1,80 @@
+"""The backend for Ascend NPUs: PyPTO kernels for chunk_kda and fused_recurrent_kda.
+
+With KDA_EMULATE=1 the same kernel bodies also run on CPU tensors, slowly, through PyPTO's interpreter. That is how they
+were verified; they have not run on an NPU yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from kda.backends.call import KdaCall
+
+from .detect import emulating, missing_interpreter, missing_npu, missing_pypto
+
+__all__ = ["about", "chunk_kda", "differentiable", "fused_recurrent_kda", "refuses", "stages", "unusable"]
+
+about = (
+    "PyPTO kernels, interpreter-verified: the tests execute them on the CPU op by op, they have not run on an NPU yet; "
+    "gradients are torch's, computed anew"
+)
+differentiable = False
+
+HEAD_DIMS = (64, 128)
+MOST_ELEMENTS = 2**31 - 1
+"""Of one tensor, as PyPTO counts them in int32."""
+
+
+def unusable() -> list[str]:
+    """Why the kernels cannot run on this machine."""
+    reasons = [missing_pypto(), missing_interpreter() if emulating() else missing_npu()]
+    return [reason for reason in reasons if reason]
+
+
+def refuses(call: KdaCall) -> list[str]:
+    """Every reason why the kernels cannot take the call."""
+    reasons = []
+    device = call.q.device.type
+    if device != "npu" and not (device == "cpu" and emulating()):
+        reasons.append(f"its tensors must be on npu, got {device}")
+    if call.q.dtype == torch.float64:
+        reasons.append("it computes in float32, got float64")
+    for name, size in (("K", call.K), ("V", call.V)):
+        if size not in HEAD_DIMS:
+            reasons.append(f"{name} must be {' or '.join(map(str, HEAD_DIMS))}, got {size}")
+    if (elements := call.B * call.T * call.HV * max(call.K, call.V)) > MOST_ELEMENTS:
+        reasons.append(f"a tensor must have fewer than 2^31 elements, got {elements}")
+    return reasons
+
+
+def chunk_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
+    """Run the call: o in v's shape and dtype, and the final state if the call asks for it."""
+    return _host("launch").chunk_kda(call)
+
+
+def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
+    """As `chunk_kda`, token by token, with state pools."""
+    return _host("pool").fused_recurrent_kda(call)
+
+
+def stages(call: KdaCall) -> dict[str, Tensor]:
+    """The tensors of M1 to M4, named and laid out as the golden's, 128 tokens a chunk."""
+    return _host("launch").stages(call)
+
+
+@functools.cache
+def _host(name: str) -> ModuleType:
+    """A module that imports PyPTO, which sets the root logger up to print everything: not PyPTO's to decide."""
+    import importlib
+
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    module = importlib.import_module(f"{__name__}.{name}")
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    return module

@@ -1,0 +1,36 @@
+"""From a kernel body to something that runs: one body, traced for NPUs or for the interpreter."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pypto
+from torch import Tensor
+
+from . import interpret
+from .config import Config
+
+NPU_OPTIONS = {
+    "runtime_options": {"run_mode": pypto.RunMode.NPU, "device_sched_mode": 1, "stitch_function_max_num": 128},
+    "pass_options": {"cube_l1_reuse_setting": {-1: 4}, "cube_nbuffer_setting": {-1: 4}, "vec_nbuffer_setting": {-1: 4}},
+}
+"""JIT options. The passes take them; there was no NPU to tune them on."""
+
+
+def run(body: Callable[..., None], inputs: list[Tensor], outputs: list[Tensor], config: Config) -> None:
+    """Run `body` on contiguous tensors of one device; it writes to `outputs` and may read them."""
+    if inputs[0].device.type == "cpu":
+        interpret.run(_interpreted(body), inputs, outputs, config)
+    else:
+        _compiled(body)(*inputs, *outputs, config)
+
+
+@functools.cache
+def _compiled(body: Callable[..., None]) -> Callable[..., None]:
+    return pypto.frontend.jit(**NPU_OPTIONS)(body)
+
+
+@functools.cache
+def _interpreted(body: Callable[..., None]) -> Callable[..., None]:
+    return pypto.frontend.jit(**interpret.OPTIONS)(body)

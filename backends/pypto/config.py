@@ -1,0 +1,36 @@
+"""What a kernel is traced for: everything about a call that is not read from a tensor when it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kda.backends.call import KdaCall
+
+
+@dataclass(frozen=True)
+class Config:
+    """One build of a kernel. PyPTO tells builds apart by this object's text."""
+
+    K: int
+    V: int
+    dtypes: tuple[str, str, str]  # of q, of g and of beta
+    group: int  # value heads that share a head of q and k
+    scale: float
+    norm: bool
+    gate: bool
+    lower_bound: float | None
+    sigmoid: bool
+    neg_eigval: bool
+    state_v_first: bool
+    per_token: bool = False  # fused_recurrent_kda: every token's state is kept
+
+
+def config(call: KdaCall) -> Config:
+    """The build that takes `call`."""
+    return Config(
+        K=call.K, V=call.V, dtypes=tuple(str(x.dtype) for x in (call.q, call.g, call.beta)),
+        group=call.HV // call.H, scale=call.scale, norm=call.use_qk_l2norm_in_kernel, gate=call.use_gate_in_kernel,
+        lower_bound=call.lower_bound, sigmoid=call.use_beta_sigmoid_in_kernel, neg_eigval=call.allow_neg_eigval,
+        state_v_first=call.state_v_first,
+        per_token=call.ssm_state_indices is not None and call.ssm_state_indices.dim() == 2,
+    )  # fmt: skip
