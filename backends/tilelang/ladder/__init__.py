@@ -1,0 +1,94 @@
+"""The kernels of the ladder's levels 1 to 4, for Hopper GPUs and, in float32, for the CPU. Level 5 is the backend.
+
+A kernel walks chunks of CHUNK_SIZE tokens. One build serves every batch and length; it is made when first needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda.golden.constants import CHUNK_SIZE
+
+from ..build import CPU, HOPPER, compile_kernel, target_for
+
+__all__ = ["BLOCK_V", "HEAD_DIMS", "KERNELS", "run"]
+
+KERNELS = {
+    1: ("linattn_chunk", "linattn_seq_in_loop"),
+    2: ("decay_seq_in_loop",),
+    3: ("gate_seq_in_loop",),
+    4: ("delta_seq_in_loop",),
+}
+"""Level -> the names of its kernels."""
+
+HEAD_DIMS = (64, 128)
+BLOCK_V = 32
+"""Columns of the state to a block of the kernels that have the sequence in their loop."""
+
+MAX_CHUNKS = 65535  # what the second axis of a CUDA grid can count
+
+
+def run(name: str, q: Tensor, k: Tensor, v: Tensor, *gate: Tensor) -> Tensor:
+    """o `[B, N, H, V]` of kernel `name`, as the level's reference defines it (`kda.golden.ladder`).
+
+    q, k `[B, N, H, K]` and v `[B, N, H, V]` of one dtype, fp16 or bf16 on CUDA, fp32 on the CPU; K and V 64 or 128.
+    `gate`, fp32: g `[H]` for level 2, g `[B, N, H, K]` for level 3, beta `[B, N, H]` for level 4. Raises ValueError for
+    anything else.
+    """
+    target = target_for(q.device)
+    _check(name, q, k, v, gate, target)
+    kernel = _kernel(name, *q.shape[2:], v.shape[3], str(q.dtype).removeprefix("torch."), target)
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    with torch.cuda.device_of(q):
+        kernel(*map(_aligned, (q, k, v, *gate)), o)
+    return o
+
+
+def _check(name: str, q: Tensor, k: Tensor, v: Tensor, gate: tuple[Tensor, ...], target: str) -> None:
+    B, N, H, K = q.shape
+    if target not in (CPU, HOPPER):
+        raise ValueError(f"q: expected on the CPU or a Hopper GPU ({HOPPER}), got {target}")
+    dtypes = (torch.float32,) if target == CPU else (torch.float16, torch.bfloat16)
+    if q.dtype not in dtypes or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k, v: expected one dtype of {dtypes}, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if k.shape != q.shape or v.shape[:3] != q.shape[:3]:
+        shapes = [list(x.shape) for x in (q, k, v)]
+        raise ValueError(f"q, k, v: expected [B, N, H, K] twice and [B, N, H, V], got {shapes}")
+    if K not in HEAD_DIMS or v.shape[3] not in HEAD_DIMS or not q.numel():
+        raise ValueError(f"q, v: expected tokens and heads of {HEAD_DIMS}, got {list(q.shape)} and {list(v.shape)}")
+    if name == "linattn_chunk" and N > MAX_CHUNKS * CHUNK_SIZE:
+        raise ValueError(f"q: expected at most {MAX_CHUNKS * CHUNK_SIZE} tokens for linattn_chunk, got {N}")
+    shapes = {"decay_seq_in_loop": (H,), "gate_seq_in_loop": (B, N, H, K), "delta_seq_in_loop": (B, N, H)}
+    expected = [list(shapes[name])] if name in shapes else []
+    if [list(x.shape) for x in gate] != expected or any(x.dtype != torch.float32 for x in gate):
+        raise ValueError(f"gate: expected fp32 {expected}, got {[(x.dtype, list(x.shape)) for x in gate]}")
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous and at an address that TMA takes."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+@functools.cache
+def _kernel(name: str, H: int, K: int, V: int, dtype: str, target: str) -> Callable[..., None]:
+    from ..cpu_trace import cpu_trace
+    from .level1 import linattn_chunk, linattn_seq_in_loop
+    from .level2 import decay_seq_in_loop
+    from .level3 import gate_seq_in_loop
+    from .level4 import delta_seq_in_loop
+
+    kernels = (linattn_chunk, linattn_seq_in_loop, decay_seq_in_loop, gate_seq_in_loop, delta_seq_in_loop)
+    builder = {kernel.__name__: kernel for kernel in kernels}[name]
+    parameters: dict[str, Any] = {"H": H, "K": K, "V": V, "dtype": dtype}
+    parameters |= {"threads": 2 * V} if name == "linattn_chunk" else {"block_V": BLOCK_V}
+    if target == CPU:
+        with cpu_trace():
+            return compile_kernel(builder(**parameters), CPU)
+    # The function itself: TileLang's own wrapper around it costs more host time than the launch.
+    return compile_kernel(builder(**parameters), target).adapter.get_exportable_executable()["main"]

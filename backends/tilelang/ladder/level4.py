@@ -4,7 +4,8 @@
     O_c = Q_c S + tril(Q_c K_cᵀ) v_new      S <- S + K_cᵀ v_new
 
 q, k [B, N, H, K]   v, o [B, N, H, V], dtype   beta [B, N, H] fp32, the step size; S in fp32. Stable while
-beta |k|² <= 2. The inverse: see ../inverse.py. What lies past the end of a sequence reads as zero.
+beta |k|² <= 2. The inverse: see ../inverse.py; T is a sum of two matrices of the dtype, for its rounding would be the
+largest of all. What lies past the end of a sequence reads as zero.
 """
 
 from typing import Any
@@ -20,8 +21,8 @@ from .tiles import scores, store_chunk
 
 
 @T.macro
-def _delta_inverse(k_s: Any, beta_s: Any, a: Any, akk_s: Any, akk_low: Any, akk_low_s: Any, t_s: Any):
-    """t_s [64, 64] = T, by way of Akk's two diagonal blocks and the block below them."""
+def _delta_inverse(k_s: Any, beta_s: Any, a: Any, akk_s: Any, akk_low: Any, akk_low_s: Any, t_s: Any, t_rest_s: Any):
+    """t_s + t_rest_s [64, 64] = T, by way of Akk's two diagonal blocks and the block below them."""
     T.gemm(k_s, k_s, a, transpose_B=True, clear_accum=True)
     for i, j in T.Parallel(C, C):
         a[i, j] = a[i, j] * beta_s[i]
@@ -32,7 +33,7 @@ def _delta_inverse(k_s: Any, beta_s: Any, a: Any, akk_s: Any, akk_low: Any, akk_
     for i, j in T.Parallel(C, C):
         if i // HALF > j // HALF:
             akk_low_s[i % HALF, j] = akk_low[i, j]
-    inverse_times_beta(akk_s, akk_low_s, beta_s, t_s, None)
+    inverse_times_beta(akk_s, akk_low_s, beta_s, t_s, t_rest_s)
 
 
 def delta_seq_in_loop(
@@ -41,7 +42,8 @@ def delta_seq_in_loop(
     """Kernel (q, k, v, beta, o): a block owns block_V columns of a head's state and takes it along the sequence."""
     B, N = T.dynamic("B, N")
     tiles = V // block_V
-    operand_dtype = "float32" if dtype == "float32" else "float16"
+    split = dtype != "float32"
+    operand_dtype = "float16" if split else dtype
 
     @T.prim_func
     def ladder_delta_seq_in_loop(
@@ -66,6 +68,7 @@ def delta_seq_in_loop(
             akk_low = T.alloc_fragment((C, C), operand_dtype)
             akk_low_s = T.alloc_shared((HALF, HALF), operand_dtype)
             t_s = T.alloc_shared((C, C), dtype)
+            t_rest_s = T.alloc_shared((C, C), dtype) if split else None
             v_new = T.alloc_fragment((C, block_V), "float32")
             v_new_s = T.alloc_shared((C, block_V), dtype)
             aqk_s = T.alloc_shared((C, C), dtype)
@@ -81,12 +84,14 @@ def delta_seq_in_loop(
                 for i in T.Parallel(C):
                     beta_s[i] = T.if_then_else(c * C + i < N, beta[b, c * C + i, h], 0.0)
                 T.copy(state, state_s)
-                _delta_inverse(k_s, beta_s, a, akk_s, akk_low, akk_low_s, t_s)
+                _delta_inverse(k_s, beta_s, a, akk_s, akk_low, akk_low_s, t_s, t_rest_s)
                 T.gemm(k_s, state_s, v_new, clear_accum=True)
                 for i, j in T.Parallel(C, block_V):
                     v_new[i, j] = v_s[i, j] - v_new[i, j]
                 T.copy(v_new, v_new_s)
                 T.gemm(t_s, v_new_s, v_new, clear_accum=True)
+                if split:
+                    T.gemm(t_rest_s, v_new_s, v_new)
                 T.copy(v_new, v_new_s)
                 scores(q_s, k_s, a, aqk_s)
                 T.gemm(q_s, state_s, out, clear_accum=True)
