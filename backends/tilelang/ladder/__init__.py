@@ -1,6 +1,6 @@
 """The kernels of the ladder's levels 1 to 4, for Hopper GPUs and, in float32, for the CPU. Level 5 is the backend.
 
-A kernel walks chunks of CHUNK_SIZE tokens. One build serves every batch and length; it is made when first needed.
+One build serves every batch, length and number of heads; it is made when first needed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from kda.golden.constants import CHUNK_SIZE
 
 from ..build import CPU, HOPPER, compile_kernel, target_for
 
@@ -30,7 +28,8 @@ HEAD_DIMS = (64, 128)
 BLOCK_V = 32
 """Columns of the state to a block of the kernels that have the sequence in their loop."""
 
-MAX_CHUNKS = 65535  # what the second axis of a CUDA grid can count
+GRID_LIMIT = 65535
+"""What the second and the third axis of a CUDA grid can count: heads and sequences."""
 
 
 def run(name: str, q: Tensor, k: Tensor, v: Tensor, *gate: Tensor) -> Tensor:
@@ -42,7 +41,7 @@ def run(name: str, q: Tensor, k: Tensor, v: Tensor, *gate: Tensor) -> Tensor:
     """
     target = target_for(q.device)
     _check(name, q, k, v, gate, target)
-    kernel = _kernel(name, *q.shape[2:], v.shape[3], str(q.dtype).removeprefix("torch."), target)
+    kernel = _kernel(name, q.shape[3], v.shape[3], str(q.dtype).removeprefix("torch."), target)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     with torch.cuda.device_of(q):
         kernel(*map(_aligned, (q, k, v, *gate)), o)
@@ -61,8 +60,8 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, gate: tuple[Tensor, ...],
         raise ValueError(f"q, k, v: expected [B, N, H, K] twice and [B, N, H, V], got {shapes}")
     if K not in HEAD_DIMS or v.shape[3] not in HEAD_DIMS or not q.numel():
         raise ValueError(f"q, v: expected tokens and heads of {HEAD_DIMS}, got {list(q.shape)} and {list(v.shape)}")
-    if name == "linattn_chunk" and N > MAX_CHUNKS * CHUNK_SIZE:
-        raise ValueError(f"q: expected at most {MAX_CHUNKS * CHUNK_SIZE} tokens for linattn_chunk, got {N}")
+    if max(B, H) > GRID_LIMIT:
+        raise ValueError(f"q: expected at most {GRID_LIMIT} sequences and heads, got {B} and {H}")
     shapes = {"decay_seq_in_loop": (H,), "gate_seq_in_loop": (B, N, H, K), "delta_seq_in_loop": (B, N, H)}
     expected = [list(shapes[name])] if name in shapes else []
     if [list(x.shape) for x in gate] != expected or any(x.dtype != torch.float32 for x in gate):
@@ -76,7 +75,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _kernel(name: str, H: int, K: int, V: int, dtype: str, target: str) -> Callable[..., None]:
+def _kernel(name: str, K: int, V: int, dtype: str, target: str) -> Callable[..., None]:
     from ..cpu_trace import cpu_trace
     from .level1 import linattn_chunk, linattn_seq_in_loop
     from .level2 import decay_seq_in_loop
@@ -85,7 +84,7 @@ def _kernel(name: str, H: int, K: int, V: int, dtype: str, target: str) -> Calla
 
     kernels = (linattn_chunk, linattn_seq_in_loop, decay_seq_in_loop, gate_seq_in_loop, delta_seq_in_loop)
     builder = {kernel.__name__: kernel for kernel in kernels}[name]
-    parameters: dict[str, Any] = {"H": H, "K": K, "V": V, "dtype": dtype}
+    parameters: dict[str, Any] = {"K": K, "V": V, "dtype": dtype}
     parameters |= {"threads": 2 * V} if name == "linattn_chunk" else {"block_V": BLOCK_V}
     if target == CPU:
         with cpu_trace():

@@ -16,10 +16,10 @@ from kda.golden.constants import CHUNK_SIZE as C
 from .tiles import scores, store_chunk
 
 
-def linattn_chunk(*, H: int, K: int, V: int, dtype: str, threads: int = 128, num_stages: int = 2) -> Any:
+def linattn_chunk(*, K: int, V: int, dtype: str, threads: int = 128, num_stages: int = 2) -> Any:
     """Kernel (q, k, v, o): a block owns a chunk. Blocks cannot wait for each other, so each of them sums up the state
     before its chunk anew: N²/(2·64) products of 64 rows a head where N would do."""
-    B, N = T.dynamic("B, N")
+    B, N, H = T.dynamic("B, N, H")
 
     @T.prim_func
     def ladder_linattn_chunk(
@@ -28,9 +28,7 @@ def linattn_chunk(*, H: int, K: int, V: int, dtype: str, threads: int = 128, num
         v: T.Tensor((B, N, H, V), dtype),
         o: T.Tensor((B, N, H, V), dtype),
     ):
-        with T.Kernel(B * H, T.ceildiv(N, C), threads=threads) as (head, block):
-            b = head // H
-            h = head % H
+        with T.Kernel(T.ceildiv(N, C), H, B, threads=threads) as (block, h, b):
             k_s = T.alloc_shared((C, K), dtype)
             v_s = T.alloc_shared((C, V), dtype)
             state = T.alloc_fragment((K, V), "float32")
@@ -64,11 +62,10 @@ def linattn_chunk(*, H: int, K: int, V: int, dtype: str, threads: int = 128, num
 
 
 def linattn_seq_in_loop(
-    *, H: int, K: int, V: int, dtype: str, block_V: int = 32, threads: int = 128, num_stages: int = 2
+    *, K: int, V: int, dtype: str, block_V: int = 32, threads: int = 128, num_stages: int = 2
 ) -> Any:
     """Kernel (q, k, v, o): a block owns block_V columns of a head's state and takes it along the sequence."""
-    B, N = T.dynamic("B, N")
-    tiles = V // block_V
+    B, N, H = T.dynamic("B, N, H")
 
     @T.prim_func
     def ladder_linattn_seq_in_loop(
@@ -77,10 +74,8 @@ def linattn_seq_in_loop(
         v: T.Tensor((B, N, H, V), dtype),
         o: T.Tensor((B, N, H, V), dtype),
     ):
-        with T.Kernel(B * H * tiles, threads=threads) as block:
-            column = block % tiles * block_V
-            h = block // tiles % H
-            b = block // tiles // H
+        with T.Kernel(V // block_V, H, B, threads=threads) as (tile, h, b):
+            column = tile * block_V
             q_s = T.alloc_shared((C, K), dtype)
             k_s = T.alloc_shared((C, K), dtype)
             v_s = T.alloc_shared((C, block_V), dtype)

@@ -19,12 +19,9 @@ from ..activation import LOG2E
 from .tiles import store_chunk
 
 
-def decay_seq_in_loop(
-    *, H: int, K: int, V: int, dtype: str, block_V: int = 32, threads: int = 128, num_stages: int = 2
-) -> Any:
+def decay_seq_in_loop(*, K: int, V: int, dtype: str, block_V: int = 32, threads: int = 128, num_stages: int = 2) -> Any:
     """Kernel (q, k, v, g, o): a block owns block_V columns of a head's state and takes it along the sequence."""
-    B, N = T.dynamic("B, N")
-    tiles = V // block_V
+    B, N, H = T.dynamic("B, N, H")
 
     @T.prim_func
     def ladder_decay_seq_in_loop(
@@ -34,10 +31,8 @@ def decay_seq_in_loop(
         g: T.Tensor((H,), "float32"),
         o: T.Tensor((B, N, H, V), dtype),
     ):
-        with T.Kernel(B * H * tiles, threads=threads) as block:
-            column = block % tiles * block_V
-            h = block // tiles % H
-            b = block // tiles // H
+        with T.Kernel(V // block_V, H, B, threads=threads) as (tile, h, b):
+            column = tile * block_V
             q_s = T.alloc_shared((C, K), dtype)
             k_s = T.alloc_shared((C, K), dtype)
             kg_s = T.alloc_shared((C, K), dtype)

@@ -63,12 +63,9 @@ def _gated_scores(
                 aqk_s[i + i // s * s + s, j + j // s * s] = half_rounded[i, j]
 
 
-def gate_seq_in_loop(
-    *, H: int, K: int, V: int, dtype: str, block_V: int = 32, threads: int = 128, num_stages: int = 1
-) -> Any:
+def gate_seq_in_loop(*, K: int, V: int, dtype: str, block_V: int = 32, threads: int = 128, num_stages: int = 1) -> Any:
     """Kernel (q, k, v, g, o): a block owns block_V columns of a head's state and takes it along the sequence."""
-    B, N = T.dynamic("B, N")
-    tiles = V // block_V
+    B, N, H = T.dynamic("B, N, H")
 
     @T.prim_func
     def ladder_gate_seq_in_loop(
@@ -78,10 +75,8 @@ def gate_seq_in_loop(
         g: T.Tensor((B, N, H, K), "float32"),
         o: T.Tensor((B, N, H, V), dtype),
     ):
-        with T.Kernel(B * H * tiles, threads=threads) as block:
-            column = block % tiles * block_V
-            h = block // tiles % H
-            b = block // tiles // H
+        with T.Kernel(V // block_V, H, B, threads=threads) as (tile, h, b):
+            column = tile * block_V
             q_s = T.alloc_shared((C, K), dtype)
             k_s = T.alloc_shared((C, K), dtype)
             qg_s = T.alloc_shared((C, K), dtype)

@@ -36,12 +36,9 @@ def _delta_inverse(k_s: Any, beta_s: Any, a: Any, akk_s: Any, akk_low: Any, akk_
     inverse_times_beta(akk_s, akk_low_s, beta_s, t_s, t_rest_s)
 
 
-def delta_seq_in_loop(
-    *, H: int, K: int, V: int, dtype: str, block_V: int = 32, threads: int = 128, num_stages: int = 1
-) -> Any:
+def delta_seq_in_loop(*, K: int, V: int, dtype: str, block_V: int = 32, threads: int = 128, num_stages: int = 1) -> Any:
     """Kernel (q, k, v, beta, o): a block owns block_V columns of a head's state and takes it along the sequence."""
-    B, N = T.dynamic("B, N")
-    tiles = V // block_V
+    B, N, H = T.dynamic("B, N, H")
     split = dtype != "float32"
     operand_dtype = "float16" if split else dtype
 
@@ -53,10 +50,8 @@ def delta_seq_in_loop(
         beta: T.Tensor((B, N, H), "float32"),
         o: T.Tensor((B, N, H, V), dtype),
     ):
-        with T.Kernel(B * H * tiles, threads=threads) as block:
-            column = block % tiles * block_V
-            h = block // tiles % H
-            b = block // tiles // H
+        with T.Kernel(V // block_V, H, B, threads=threads) as (tile, h, b):
+            column = tile * block_V
             q_s = T.alloc_shared((C, K), dtype)
             k_s = T.alloc_shared((C, K), dtype)
             v_s = T.alloc_shared((C, block_V), dtype)
@@ -74,7 +69,7 @@ def delta_seq_in_loop(
             aqk_s = T.alloc_shared((C, C), dtype)
             out = T.alloc_fragment((C, block_V), "float32")
             out_s = T.alloc_shared((C, block_V), dtype)
-            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (v_s, out_s)})
+            T.annotate_layout({x: make_swizzled_layout(x) for x in (v_s, out_s)})
 
             T.clear(state)
             for c in T.Pipelined(T.ceildiv(N, C), num_stages=num_stages):
