@@ -32,7 +32,7 @@ MOST_ELEMENTS = 2**31 - 1
 
 def unusable() -> list[str]:
     """Why the kernels cannot run on this machine."""
-    reasons = [missing_pypto(), missing_interpreter() if emulating() else missing_npu()]
+    reasons = [missing_pypto(), missing_npu() and (missing_interpreter() if emulating() else missing_npu())]
     return [reason for reason in reasons if reason]
 
 
@@ -40,7 +40,9 @@ def refuses(call: KdaCall) -> list[str]:
     """Every reason why the kernels cannot take the call."""
     reasons = []
     device = call.q.device.type
-    if device != "npu" and not (device == "cpu" and emulating()):
+    if device == "cpu" and emulating():
+        reasons += [reason] if (reason := missing_interpreter()) else []
+    elif device != "npu":
         reasons.append(f"its tensors must be on npu, got {device}")
     if call.q.dtype == torch.float64:
         reasons.append("it computes in float32, got float64")

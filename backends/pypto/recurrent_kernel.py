@@ -60,7 +60,7 @@ def step(q: pypto.Tensor, k: pypto.Tensor, v: pypto.Tensor, g: pypto.Tensor, bet
 def row(x: pypto.Tensor, t: pypto.SymbolicScalar, head: pypto.SymbolicScalar) -> pypto.Tensor:
     """Token t of a head in `x` `[T, heads, D]`, as `[1, D]`."""
     D = x.shape[2]
-    pypto.set_vec_tile_shapes(1, 1, max(D, 8))
+    pypto.set_vec_tile_shapes(1, 1, max(D, 16))
     token = pypto.reshape(pypto.view(x, [1, 1, D], [t, head, 0]), [1, D])
     use_tiles()
     return token

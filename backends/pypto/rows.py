@@ -12,7 +12,7 @@ Index = pypto.SymbolicScalar | int
 def load(x: pypto.Tensor, t: Index, head: Index, count: Index) -> pypto.Tensor:
     """Rows t, t + 1, ... of `x` `[T, heads, D]` as `[CHUNK, D]`, the first `count` of them valid."""
     D = x.shape[2]
-    pypto.set_vec_tile_shapes(64, 1, max(D, 8))  # the vector units move no less than 32 bytes
+    pypto.set_vec_tile_shapes(64, 1, max(D, 16))  # a tile row is at least 32 bytes
     strided = pypto.view(x, [CHUNK, 1, D], [t, head, 0], valid_shape=[count, 1, D])
     return pypto.reshape(strided, [CHUNK, D], valid_shape=[count, D])
 
@@ -48,6 +48,6 @@ def store_state(S: pypto.Tensor, states: pypto.Tensor, n: Index, head: Index, co
 def store_table(x: pypto.Tensor, table: pypto.Tensor, n: Index, head: Index) -> None:
     """The matrix `x` to entry n of a head in `table` `[entries, heads, rows, columns]`."""
     rows, columns = x.shape
-    pypto.set_vec_tile_shapes(1, 1, min(rows, 64), max(columns, 8))
+    pypto.set_vec_tile_shapes(1, 1, min(rows, 64), max(columns, 16))
     pypto.assemble(pypto.reshape(x, [1, 1, rows, columns]), [n, head, 0, 0], table)
     use_tiles()

@@ -28,10 +28,11 @@ def recurrent(run: Run) -> None:
 
 @case("DECODE", "a prefill and 64 decode steps equal one long recurrence")
 def decode(run: Run) -> None:
-    inputs = run.raw(2, 264, 2)
+    end = 200 + run.cut(64, 8)
+    inputs = run.raw(2, end, 2)
     o, state = run.chunk_kda(**tokens(inputs, 0, 200))
     outputs = [o]
-    for t in range(200, 264):
+    for t in range(200, end):
         o, state = run.fused_recurrent_kda(**tokens(inputs, t, t + 1), initial_state=state)
         outputs.append(o)
     expected_o, expected_state = recurrence(**inputs)

@@ -17,17 +17,17 @@ def l0(run: Run) -> None:
 
 @case("T1", "B 1, T 512, H 32")
 def t1(run: Run) -> None:
-    run.accuracy(run.stable(1, 512, 32))
+    run.accuracy(run.stable(1, 512, run.cut(32, 4)))
 
 
 @case("P0", "B 1, T 4096, H 16")
 def p0(run: Run) -> None:
-    run.accuracy(run.stable(1, 4096, 16))
+    run.accuracy(run.stable(1, run.cut(4096, 1024), run.cut(16, 2)))
 
 
 @case("L2", "B 4, T 8192, H 32")
 def l2(run: Run) -> None:
-    run.accuracy(run.stable(4, 8192, 32))
+    run.accuracy(run.stable(run.cut(4, 2), run.cut(8192, 640), run.cut(32, 2)))
 
 
 @case("U0", "B 1, T 384, H 2")
@@ -37,7 +37,7 @@ def u0(run: Run) -> None:
 
 @case("U1", "B 1, T 1920, H 32")
 def u1(run: Run) -> None:
-    run.accuracy(run.stable(1, 1920, 32))
+    run.accuracy(run.stable(1, 1920, run.cut(32, 1)))
 
 
 @case("L3", "B 1, T 131072, H 32", slow=True)
@@ -139,11 +139,12 @@ def empty(run: Run) -> None:
 
 @case("PREFILL", "one call of 32768 tokens against four of 8192")
 def prefill(run: Run) -> None:
-    inputs = run.stable(1, 32_768, 1)
+    part = run.cut(8_192, 512)
+    inputs = run.stable(1, 4 * part, 1)
     o, state = run.chunk_kda(**inputs)
     parts, carried = [], None
-    for start in range(0, 32_768, 8_192):
-        part_o, carried = run.chunk_kda(**tokens(inputs, start, start + 8_192), initial_state=carried)
+    for start in range(0, 4 * part, part):
+        part_o, carried = run.chunk_kda(**tokens(inputs, start, start + part), initial_state=carried)
         parts.append(part_o)
     run.close("o", torch.cat(parts, 1), o, O_LIMIT, borders=[])
     run.close("state", carried, state, STATE_LIMIT)
