@@ -1,4 +1,4 @@
-"""The command line: `python -m kda` (or `kda`) with info, demo, gate or bench."""
+"""The command line: `python -m kda` (or `kda`) with info, demo, gate, ladder or bench."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ COMMANDS = {
     "info": ("kda.info", "versions, devices, and which backends can run here"),
     "demo": ("kda.demo", "send a real text through a KDA layer and check every path against the golden"),
     "gate": ("kda.gates.command", "hold a backend to the golden over the case table"),
+    "ladder": ("kda.ladder.command", "from linear attention to KDA in five levels: check, count and time them"),
     "bench": ("kda.bench.command", "time a backend against the machine's copy bandwidth and matmul rate"),
 }
 """Command -> its module, with `add_arguments(parser)` and `run(args) -> exit code`, and its line of help."""
