@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 import pypto
+import torch
 from torch import Tensor
 
 from . import interpret
@@ -20,10 +21,12 @@ NPU_OPTIONS = {
 
 def run(body: Callable[..., None], inputs: list[Tensor], outputs: list[Tensor], config: Config) -> None:
     """Run `body` on contiguous tensors of one device; it writes to `outputs` and may read them."""
-    if inputs[0].device.type == "cpu":
+    device = inputs[0].device
+    if device.type == "cpu":
         interpret.run(_interpreted(body), inputs, outputs, config)
     else:
-        _compiled(body)(*inputs, *outputs, config)
+        with torch.npu.device(device):  # PyPTO launches on the current device's stream
+            _compiled(body)(*inputs, *outputs, config)
 
 
 @functools.cache

@@ -79,8 +79,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _default_device() -> str:
+    """The accelerator, unless kernels are to be executed on the CPU; of NPUs, the one that PyPTO's variable names."""
     accelerator = torch.accelerator.current_accelerator()
-    return "cpu" if accelerator is None else accelerator.type
+    if accelerator is None or os.environ.get("KDA_EMULATE") == "1":
+        return "cpu"
+    return f"npu:{os.environ.get('TILE_FWK_DEVICE_ID', 0)}" if accelerator.type == "npu" else accelerator.type
 
 
 def _plot_problem(path: Path) -> str | None:

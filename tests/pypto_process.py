@@ -1,0 +1,35 @@
+"""One process for every test that runs a PyPTO kernel: what PyPTO keeps in a process can spoil the kernels after it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def in_its_own_process(check: Callable[..., None]) -> Callable[..., None]:
+    """The test that runs `check`, a function of a test module with literal arguments, with KDA_EMULATE=1.
+
+    It is skipped where the kernels cannot run.
+    """
+
+    @functools.wraps(check)
+    def test(**arguments: object) -> None:
+        from kda.backends.pypto.detect import missing_interpreter, missing_pypto
+
+        if reason := missing_pypto() or missing_interpreter():
+            pytest.skip(reason)
+        module = Path(sys.modules[check.__module__].__file__).stem
+        code = f"import {module}; {module}.{check.__name__}.__wrapped__(**{arguments!r})"
+        environment = os.environ | {"KDA_EMULATE": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+
+    return test
