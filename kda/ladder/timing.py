@@ -111,10 +111,10 @@ def times(D: int, heads: int, device: torch.device, progress: Callable[[str], No
         progress(f"N {N}")
         q, k, v = torch.randn(3, 1, N, heads, D, dtype=torch.float16, device=device)
         for name in names:
-            seconds[name].append(median_seconds(functools.partial(run, name, q, k, v), device))
+            seconds[name].append(device_seconds(functools.partial(run, name, q, k, v), device))
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         attention = functools.partial(scaled_dot_product_attention, q, k, v, is_causal=True)
-        seconds[ATTENTION].append(median_seconds(attention, device))
+        seconds[ATTENTION].append(device_seconds(attention, device))
     return Times(LENGTHS, seconds)
 
 
@@ -129,8 +129,19 @@ def levels(D: int, wanted: Sequence[int], device: torch.device, progress: Callab
                 x = _on_device(arguments(level, inputs(**ERROR_SHAPE, K=D, V=D)), DTYPES[dtype], device)
                 errors[dtype] = rel_rmse(operator(*x), FORMS[level][1](*x, CHUNK_SIZE))
             x = _on_device(arguments(level, inputs(**TIME_SHAPE, K=D, V=D)), torch.bfloat16, device)
-            found.append(LevelResult(level, name, errors, median_seconds(functools.partial(operator, *x), device)))
+            found.append(LevelResult(level, name, errors, device_seconds(functools.partial(operator, *x), device)))
     return found
+
+
+def device_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Median time of a call; on a GPU as a CUDA graph, for the host takes longer over short lengths than the kernels."""
+    if device.type != "cuda":
+        return median_seconds(call, device)
+    call()  # builds the kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return median_seconds(graph.replay, device)
 
 
 def _operators(level: int) -> dict[str, Callable[..., Tensor]]:
