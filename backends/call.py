@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +44,9 @@ class KdaCall:
     inplace_final_state: bool = False
     ssm_state_indices: Tensor | None = None  # [N] or [N, S] int32 or int64, slots of the pool `initial_state`
     num_accepted_tokens: Tensor | None = None  # [N] int32 or int64, in 1..S
+
+    # Shared by all calls of the same shapes, dtypes, devices and options: what a backend derives from these alone.
+    memo: dict[str, Any] = field(default_factory=dict)
 
     # Sizes, read off the tensors once.
     B: int = field(init=False)

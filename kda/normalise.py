@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Hashable
 from numbers import Real
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,39 +37,82 @@ def normalise(
     dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
     cu_seqlens: Tensor | None = None,
-    **options: object,
+    initial_state: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    **flags: bool,
 ) -> KdaCall:
     """Check the arguments of `op` (named as in its signature) and return the batched call;
     options left out take their defaults.
 
     Raises ValueError for shapes, values and combinations, TypeError for dtypes and for what is not a tensor.
     """
-    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-        _require_tensor(name, x)
-    if cu_seqlens is not None:
-        _check_cu_seqlens(cu_seqlens, q)
-    _check_ranks(q, k, v, g, beta, packed=cu_seqlens is not None)
-    _check_inputs(q, k, v, g, beta)
+    tensors = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, ssm_state_indices, num_accepted_tokens)
+    signature = _signature(op, tensors, scale, lower_bound, flags)
+    memo = _passed.get(signature)
+    known = memo is not None
+    if not known:
+        for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+            _require_tensor(name, x)
+        if cu_seqlens is not None:
+            _check_cu_seqlens(cu_seqlens, q)
+        _check_ranks(q, k, v, g, beta, packed=cu_seqlens is not None)
+        _check_inputs(q, k, v, g, beta)
+        _check_parameters(A_log, dt_bias, q, v)
+        _check_number("scale", scale)
+        _check_number("lower_bound", lower_bound)
+        for name in _FLAGS:
+            _require_bool(name, flags.get(name, False))
     if q.dim() == 3:
         q, k, v, g, beta = (x.unsqueeze(0) for x in (q, k, v, g, beta))
-    for name in _FLAGS:
-        _require_bool(name, options.get(name, False))
     HV, K = v.shape[2], q.shape[3]
     call = KdaCall(
-        op=op, q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens,
-        scale=K**-0.5 if scale is None else _number("scale", scale),
-        A_log=None if A_log is None else _parameter("A_log", A_log, q, (HV,)),
-        dt_bias=None if dt_bias is None else _parameter("dt_bias", dt_bias, q, (HV, K)),
-        lower_bound=None if lower_bound is None else _number("lower_bound", lower_bound), **options,
+        op=op, q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens, scale=K**-0.5 if scale is None else float(scale),
+        A_log=None if A_log is None else _shaped(A_log, HV),
+        dt_bias=None if dt_bias is None else _shaped(dt_bias, HV, K),
+        lower_bound=None if lower_bound is None else float(lower_bound), initial_state=initial_state,
+        ssm_state_indices=ssm_state_indices, num_accepted_tokens=num_accepted_tokens,
+        memo=memo if known else {}, **flags,
     )  # fmt: skip
-    _check_flags(call)
-    _check_state(call)
-    _check_pool(call)
+    if not known:
+        _check_flags(call)
+        _check_state(call)
+        _check_pool(call)
+        _remember(signature, call.memo)
     if call.inplace_final_state:
         _check_inplace(call)
     if os.environ.get("KDA_CHECK") == "1":
         check_values(call)
     return call
+
+
+_passed: dict[Hashable, dict[str, Any]] = {}
+"""Signature of each call that passed -> the memo of such calls. Models make the same call again and again, and the
+checks would take as long as the launch."""
+
+_MAX_PASSED = 4096
+
+
+def _signature(
+    op: str, tensors: tuple[Any, ...], scale: float | None, lower_bound: float | None, flags: dict[str, bool]
+) -> Hashable:
+    """All that the checks look at but strides and autograd; None where an argument is no such thing as they expect."""
+    if not {bool}.issuperset(map(type, flags.values())):  # 1 == True, but is no flag
+        return None
+    try:
+        described = [None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors]
+        signature = (op, *described, type(scale), scale, type(lower_bound), lower_bound, *flags.items())
+        hash(signature)
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return signature
+
+
+def _remember(signature: Hashable, memo: dict[str, Any]) -> None:
+    if signature is not None:
+        if len(_passed) >= _MAX_PASSED:
+            _passed.clear()
+        _passed[signature] = memo
 
 
 def _shape(x: Tensor) -> str:
@@ -91,12 +135,13 @@ def _require_bool(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
 
 
-def _number(name: str, value: object) -> float:
+def _check_number(name: str, value: object) -> None:
+    if value is None:
+        return
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}: expected a number or None, got {type(value).__name__}")
     if not math.isfinite(value):
         raise ValueError(f"{name}: expected a finite number, got {value}")
-    return float(value)
 
 
 def _require_dtype(name: str, x: Tensor, *allowed: torch.dtype) -> None:
@@ -147,15 +192,19 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> N
         _require_device(name, x, q)
 
 
-def _parameter(name: str, x: Tensor, q: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A per-head parameter, whatever its shape, viewed as `shape`."""
-    _require_tensor(name, x)
-    _require_dtype(name, x, torch.float32, state_dtype(q.dtype))
-    _require_device(name, x, q)
-    spelled = "HV" if len(shape) == 1 else "HV * K"
-    if x.numel() != torch.Size(shape).numel():
-        raise ValueError(f"{name}: expected {spelled} = {torch.Size(shape).numel()} elements, got {_shape(x)}")
-    return x.reshape(shape)
+def _check_parameters(A_log: Tensor | None, dt_bias: Tensor | None, q: Tensor, v: Tensor) -> None:
+    HV, K = v.shape[-2], q.shape[-1]
+    for name, x, spelled, size in (("A_log", A_log, "HV", HV), ("dt_bias", dt_bias, "HV * K", HV * K)):
+        if x is not None:
+            _require_tensor(name, x)
+            _require_dtype(name, x, torch.float32, state_dtype(q.dtype))
+            _require_device(name, x, q)
+            if x.numel() != size:
+                raise ValueError(f"{name}: expected {spelled} = {size} elements, got {_shape(x)}")
+
+
+def _shaped(x: Tensor, *shape: int) -> Tensor:
+    return x if x.shape == shape else x.reshape(shape)
 
 
 def _check_cu_seqlens(cu: Tensor, q: Tensor) -> None:

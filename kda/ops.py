@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kda import backends
+from kda.backends.call import KdaCall
 from kda.normalise import normalise
-from kda.operator import ARGUMENTS
 
 
 def chunk_kda(
@@ -67,26 +67,26 @@ def chunk_kda(
         ValueError, TypeError: an argument is wrong; the message names it, what was expected and what came.
         NotImplementedError: an explicitly named backend cannot take the call, with every reason.
     """
-    arguments = (q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-                 use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias, lower_bound,
-                 cu_seqlens, state_v_first)  # fmt: skip
-    if torch.compiler.is_compiling():
-        return _through_operator(arguments, backend)
-    call = normalise("chunk_kda", **dict(zip(ARGUMENTS, arguments, strict=False)))
-    chosen = backends.select(call, backend)
-    if not chosen.differentiable and torch.is_grad_enabled() and _requires_grad(arguments):
-        return _through_operator(arguments, backend)
-    o, final_state = chosen.chunk_kda(call)
-    return (o[0] if v.dim() == 3 else o), final_state
+    if not torch.compiler.is_compiling():
+        call = normalise("chunk_kda", q, k, v, g, beta, scale=scale, initial_state=initial_state,
+                         output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+                         allow_neg_eigval=allow_neg_eigval, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+                         cu_seqlens=cu_seqlens, state_v_first=state_v_first)  # fmt: skip
+        chosen = backends.select(call, backend)
+        if chosen.differentiable or not torch.is_grad_enabled() or not _requires_grad(call):
+            o, final_state = chosen.chunk_kda(call)
+            return (o[0] if v.dim() == 3 else o), final_state
+    o, final_state = torch.ops.kda.chunk_kda(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias, lower_bound, cu_seqlens, state_v_first, backend,
+    )  # fmt: skip
+    return o, final_state if output_final_state else None
 
 
-def _requires_grad(arguments: tuple[object, ...]) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
-
-
-def _through_operator(arguments: tuple[object, ...], backend: str | None) -> tuple[Tensor, Tensor | None]:
-    o, state = torch.ops.kda.chunk_kda(*arguments, backend)
-    return o, state if arguments[ARGUMENTS.index("output_final_state")] else None
+def _requires_grad(call: KdaCall) -> bool:
+    inputs = (call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state)
+    return any(x is not None and x.requires_grad for x in inputs)
 
 
 def fused_recurrent_kda(

@@ -61,12 +61,13 @@ def test_gates(emulate, id):
 def test_stages_are_named(emulate, monkeypatch):
     """A fault in prepare is traced to the tensors that it spoils."""
     from kda.backends.tilelang import launch
+    from kda.backends.tilelang.chunk_table import parts
 
     right = launch._prepare
 
     def wrong(call):
         prepared = right(call)
-        prepared.aqk.mul_(1.5)
+        parts(prepared.table, call.K, call.V)["Aqk"].mul_(1.5)
         return prepared
 
     monkeypatch.setattr(launch, "_prepare", wrong)
@@ -100,4 +101,3 @@ def test_tiles_narrow_until_the_processors_are_busy():
 
     assert [_block_V(states, 128, 132) for states in (1, 16, 32, 64, 96, 1000)] == [32, 32, 32, 64, 128, 128]
     assert _block_V(1, 64, 132) == 32
-

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ pytest.importorskip("tilelang")
 from kda.backends.tilelang.build import HOPPER, compile_kernel
 from kda.backends.tilelang.chunk_delta_h import chunk_delta_h
 from kda.backends.tilelang.chunk_o import chunk_o
-from kda.backends.tilelang.chunk_table import plan
+from kda.backends.tilelang.plan import plan
 from kda.backends.tilelang.prepare_hopper import prepare as prepare_hopper
 from kda.backends.tilelang.recurrence import recurrence
 
@@ -55,3 +57,25 @@ def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     spilled = [int(x) for x in re.findall(r"(\d+) bytes spill", done.stderr)]
     assert spilled and max(spilled) <= SPILL_BYTES.get(name, 0), (name, spilled)
+
+
+LATER = """
+import sys
+from kda.backends.tilelang.build import HOPPER, build
+plan = build(HOPPER, "plan.plan", HV=2, V=64, dtype="bfloat16", cu_dtype="int32")
+try:
+    plan()
+except RuntimeError as error:
+    print("tilelang" in sys.modules, error)
+"""
+
+
+def test_a_later_process_runs_a_kernel_without_importing_tilelang(tmp_path: Path) -> None:
+    def run() -> str:
+        environment = os.environ | {"TILELANG_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.splitlines()[-1]
+
+    assert run().startswith("True kda_plan: num_args should be 3")
+    assert run().startswith("False kda_plan: num_args should be 3")

@@ -18,7 +18,8 @@ tilelang = pytest.importorskip("tilelang")
 from kda.backends.tilelang import cpu_trace as cpu  # noqa: E402
 from kda.backends.tilelang.chunk_delta_h import chunk_delta_h  # noqa: E402
 from kda.backends.tilelang.chunk_o import chunk_o  # noqa: E402
-from kda.backends.tilelang.chunk_table import UNUSED, num_slots, plan  # noqa: E402
+from kda.backends.tilelang.chunk_table import UNUSED, columns, num_slots, parts  # noqa: E402
+from kda.backends.tilelang.plan import plan  # noqa: E402
 from kda.backends.tilelang.prepare import prepare  # noqa: E402
 from kda.backends.tilelang.recurrence import recurrence  # noqa: E402
 
@@ -48,16 +49,11 @@ def run(call: dict[str, Any]) -> dict[str, Tensor]:
     total, N = B * seq_len, len(cu_seqlens) - 1 if varlen else B
     slots = num_slots(total, N, varlen)
     cu_dtype = str(cu_seqlens.dtype).removeprefix("torch.") if varlen else "int32"
-    tokens = [call[name].flatten(0, 1).contiguous() for name in ("q", "k", "v", "g", "beta")]
+    tokens = [call[name].contiguous() for name in ("q", "k", "v", "g", "beta")]
 
-    table = {name: poison(slots, HV, CHUNK_SIZE, K) for name in ("qg", "kg", "w")}
-    table |= {name: poison(slots, HV, CHUNK_SIZE, V) for name in ("u", "v_new")}
-    table |= {
-        "Aqk": poison(slots, HV, CHUNK_SIZE, CHUNK_SIZE),
-        "decay": poison(slots, HV, K),
-        "h": poison(slots, HV, K, V),
-    }
-    o, o_pair = poison(total, HV, V), poison(total, HV, V)
+    table = poison(slots, HV, CHUNK_SIZE, columns(K, V).width)
+    decay, h, v_new = poison(slots, HV, K), poison(slots, HV, K, V), poison(slots, HV, CHUNK_SIZE, V)
+    o, o_pair = poison(B, seq_len, HV, V), poison(B, seq_len, HV, V)
     slot_seq = torch.full((slots,), 99, dtype=torch.int32)
     which = [seq_len]
     owner = [seq_len]
@@ -86,31 +82,27 @@ def run(call: dict[str, Any]) -> dict[str, Tensor]:
         *([call["lower_bound"]] if bounded else []),
         K**-0.5,
         *owner,
-        *(table[name] for name in ("qg", "kg", "w", "u", "Aqk", "decay")),
+        table,
+        decay,
     )
 
     states = {"state_v_first": call["state_v_first"], "has_initial_state": state is not None, "has_final_state": True}
     initial = [] if state is None else [state]
     final = poison(N, HV, *((V, K) if call["state_v_first"] else (K, V)))
     final_pair = final.clone()
-    build(recurrence, **common, **states)(
-        *(table[name] for name in ("qg", "kg", "w", "u", "Aqk", "decay")), *initial, *which, o, final
-    )
-    build(chunk_delta_h, **common, **states)(
-        *(table[name] for name in ("kg", "w", "u", "decay")), *initial, *which, table["h"], table["v_new"], final_pair
-    )
-    build(chunk_o, block_V=min(V, 128), **common)(
-        *(table[name] for name in ("qg", "Aqk", "h", "v_new")), *owner, o_pair
-    )
+    build(recurrence, **common, **states)(table, decay, *initial, *which, o, final)
+    build(chunk_delta_h, **common, **states)(table, decay, *initial, *which, h, v_new, final_pair)
+    build(chunk_o, block_V=min(V, 128), **common)(table, h, v_new, *owner, o_pair)
     used = used_slots(call, slots)
     if varlen:
         for out in (o, o_pair):
-            assert out[cu_seqlens[-1] :].isnan().all(), "a store went past the last sequence"
+            assert out[0, cu_seqlens[-1] :].isnan().all(), "a store went past the last sequence"
             clear(cu_seqlens, slot_seq, out)
         assert slot_seq.ne(UNUSED).nonzero()[:, 0].equal(used)
-    return {name: x[used] for name, x in table.items()} | {
-        "o": o.view(v.shape),
-        "o of the pair": o_pair.view(v.shape),
+    tables = parts(table, K, V) | {"decay": decay, "h": h, "v_new": v_new}
+    return {name: x[used] for name, x in tables.items()} | {
+        "o": o,
+        "o of the pair": o_pair,
         "final_state": final,
         "final_state of the pair": final_pair,
     }

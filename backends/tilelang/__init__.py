@@ -32,7 +32,7 @@ def unusable() -> list[str]:
     reasons = []
     if not _installed():
         reasons.append("tilelang is not installed (the extra `cuda`)")
-    if not _emulating() and not _has_device():
+    if not _has_device() and not _emulating():
         reasons.append("there is no CUDA device (KDA_EMULATE=1 runs the kernels on CPU tensors, slowly)")
     return reasons
 

@@ -7,6 +7,7 @@ serves them all.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,11 +16,17 @@ import torch
 
 from kda.backends.call import KdaCall
 
+from .artefacts import Entry
+
 CPU = "c"
 """Target of the CPU execution path, which computes in float32."""
 
 HOPPER = "sm_90a"
 """The one GPU architecture that the kernels are tuned and proved for; prepare has a thread-level twin for it."""
+
+
+PREPARE = {CPU: "prepare.prepare", HOPPER: "prepare_hopper.prepare"}
+"""prepare's twins."""
 
 
 class Config(NamedTuple):
@@ -104,54 +111,54 @@ class Kernels:
 
     @functools.cached_property
     def plan(self) -> Callable[..., None]:
-        from .chunk_table import plan
-
         c = self.config
-        return _build(c.target, plan, HV=c.HV, V=c.V, dtype=c.dtype, cu_dtype=c.cu_dtype)
+        return build(c.target, "plan.plan", HV=c.HV, V=c.V, dtype=c.dtype, cu_dtype=c.cu_dtype)
 
     @functools.cached_property
     def prepare(self) -> Callable[..., None]:
         c = self.config
-        if c.target == CPU:
-            from .prepare import prepare
-        else:
-            from .prepare_hopper import prepare
-        return _build(
-            c.target, prepare, H=c.H, g_dtype=c.g_dtype, beta_dtype=c.beta_dtype, use_qk_l2norm=c.use_qk_l2norm,
-            use_gate=c.use_gate, bounded_gate=c.bounded_gate, use_beta_sigmoid=c.use_beta_sigmoid,
-            allow_neg_eigval=c.allow_neg_eigval, **self._shape, **self._lengths,
+        return build(
+            c.target, PREPARE[c.target], H=c.H, g_dtype=c.g_dtype, beta_dtype=c.beta_dtype,
+            use_qk_l2norm=c.use_qk_l2norm, use_gate=c.use_gate, bounded_gate=c.bounded_gate,
+            use_beta_sigmoid=c.use_beta_sigmoid, allow_neg_eigval=c.allow_neg_eigval, **self._shape, **self._lengths,
         )  # fmt: skip
 
     @functools.cached_property
     def recurrence(self) -> Callable[..., None]:
-        from .recurrence import recurrence
-
-        return _build(self.config.target, recurrence, **self._recurrent, **self._shape, **self._lengths, **self._states)
+        return self._over_sequences("recurrence.recurrence")
 
     @functools.cached_property
     def chunk_delta_h(self) -> Callable[..., None]:
-        from .chunk_delta_h import chunk_delta_h
+        return self._over_sequences("chunk_delta_h.chunk_delta_h")
 
-        return _build(
-            self.config.target, chunk_delta_h, **self._recurrent, **self._shape, **self._lengths, **self._states
-        )
-
-    @property
-    def _recurrent(self) -> dict[str, int]:
-        """Threads and pipeline depth by tile width, as timed on an H200 (docs/performance.md)."""
+    def _over_sequences(self, builder: str) -> Callable[..., None]:
+        """A kernel that walks the chunks; threads and pipeline depth as timed on an H200 (docs/performance.md)."""
         width = self.config.block_V
-        return {"block_V": width, "threads": 256 if width >= 128 else 128, "num_stages": 3 if width == 32 else 2}
+        return build(
+            self.config.target, builder, block_V=width, threads=256 if width >= 128 else 128,
+            num_stages=3 if width == 32 else 2, **self._shape, **self._lengths, **self._states,
+        )  # fmt: skip
 
 
-def _build(target: str, builder: Callable[..., Any], **parameters: Any) -> Callable[..., None]:
-    from .cpu_trace import cpu_trace
-
+def build(target: str, builder: str, **parameters: Any) -> Callable[..., None]:
+    """The kernel that `builder`, a function in a file of this folder, makes of the parameters."""
     if target == CPU:
+        from .cpu_trace import cpu_trace
+
         with cpu_trace():
-            return compile_kernel(builder(**parameters), CPU)
-    kernel = compile_kernel(builder(**parameters), target)
-    # The function itself: TileLang's own wrapper around it costs more host time than the launch.
-    return kernel.adapter.get_exportable_executable()["main"]
+            return compile_kernel(_make(builder, parameters), CPU)
+    entry = Entry(target, builder, parameters)
+    if (function := entry.load()) is None:
+        kernel = compile_kernel(_make(builder, parameters), target)
+        entry.keep(kernel)
+        # The function itself: TileLang's own wrapper around it costs more host time than the launch.
+        function = kernel.adapter.get_exportable_executable()["main"]
+    return function
+
+
+def _make(builder: str, parameters: dict[str, Any]) -> Any:
+    module, name = builder.split(".")
+    return getattr(importlib.import_module(f".{module}", __package__), name)(**parameters)
 
 
 def compile_kernel(kernel: Any, target: str) -> Any:

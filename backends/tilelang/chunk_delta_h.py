@@ -18,7 +18,8 @@ from tilelang.layout import make_swizzled_layout
 
 from kda.golden.constants import CHUNK_SIZE as C
 
-from .chunk_table import chunks_per_sequence, sequence
+from .chunk_table import columns
+from .plan import chunks_per_sequence, sequence
 from .state import load_state, state_tensor, store_state
 
 
@@ -37,7 +38,7 @@ def chunk_delta_h(
     threads: int = 128,
     num_stages: int = 3,
 ) -> Any:
-    """Kernel (kg, w, u, decay, [initial_state], cu_seqlens | seq_len, h, v_new, [final_state]).
+    """Kernel (table, decay, [initial_state], cu_seqlens | seq_len, h, v_new, [final_state]).
 
     The states exist with their flags; cu_seqlens [N + 1] in the varlen form, else seq_len (an int). GPUs before Hopper
     take num_stages=1 alone.
@@ -45,6 +46,7 @@ def chunk_delta_h(
     f32 = "float32"
     tiles = V // block_V
     blocks = HV * tiles
+    at = columns(K, V)
     slots, N, N1 = T.dynamic("slots, N, N1")
     sequences = N1 - 1 if varlen else N
     initial_state_t = state_tensor(sequences, HV, K, V, state_v_first) if has_initial_state else None
@@ -54,9 +56,7 @@ def chunk_delta_h(
 
     @T.prim_func
     def kda_chunk_delta_h(
-        kg: T.Tensor((slots, HV, C, K), dtype),
-        w: T.Tensor((slots, HV, C, K), dtype),
-        u: T.Tensor((slots, HV, C, V), dtype),
+        table: T.Tensor((slots, HV, C, at.width), dtype),
         decay: T.Tensor((slots, HV, K), f32),
         initial_state: initial_state_t,
         cu_seqlens: cu_seqlens_t,
@@ -86,10 +86,10 @@ def chunk_delta_h(
             else:
                 T.clear(state)
             for c in T.Pipelined(T.ceildiv(length, C), num_stages=num_stages):
-                T.copy(w[base + c, hv, 0:C, 0:K], w_s)
-                T.copy(u[base + c, hv, 0:C, column : column + block_V], u_s)
+                T.copy(table[base + c, hv, 0:C, at.w : at.w + K], w_s)
+                T.copy(table[base + c, hv, 0:C, at.u + column : at.u + column + block_V], u_s)
                 T.copy(decay[base + c, hv, 0:K], decay_s)
-                T.copy(kg[base + c, hv, 0:C, 0:K], kg_s)
+                T.copy(table[base + c, hv, 0:C, at.kg : at.kg + K], kg_s)
                 T.copy(state, state_s)
                 T.gemm(w_s, state_s, v_f, clear_accum=True)
                 for i, j in T.Parallel(C, block_V):

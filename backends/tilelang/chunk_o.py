@@ -2,8 +2,8 @@
 
     o = qg h + Aqk v_new
 
-in (chunk table): qg [slots, HV, 64, K]   aqk [slots, HV, 64, 64]   h [slots, HV, K, V]   v_new [slots, HV, 64, V]
-out: o [T, HV, V] (rows of sequences only)
+in: table [slots, HV, 64, width] (chunk_table.py), of which qg and aqk; h [slots, HV, K, V], v_new [slots, HV, 64, V]
+out: o [B, T, HV, V] (rows of sequences only)
 """
 
 from typing import Any
@@ -13,7 +13,8 @@ from tilelang.layout import make_swizzled_layout
 
 from kda.golden.constants import CHUNK_SIZE as C
 
-from .chunk_table import chunk
+from .chunk_table import columns
+from .plan import chunk
 
 
 def chunk_o(
@@ -27,28 +28,29 @@ def chunk_o(
     block_V: int = 128,
     threads: int = 128,
 ) -> Any:
-    """Kernel (qg, aqk, h, v_new, [cu_seqlens, slot_seq] | seq_len, o).
+    """Kernel (table, h, v_new, [cu_seqlens, slot_seq] | seq_len, o).
 
     cu_seqlens [N + 1] and slot_seq [slots] in the varlen form, else seq_len (an int).
     """
     f32 = "float32"
     tiles = V // block_V
-    total, slots, N1 = T.dynamic("total, slots, N1")
+    at = columns(K, V)
+    B, L, slots, N1 = T.dynamic("B, L, slots, N1")
     cu_seqlens_t = T.Tensor((N1,), cu_dtype) if varlen else None
     slot_seq_t = T.Tensor((slots,), "int32") if varlen else None
     seq_len_t = None if varlen else T.int32
 
     @T.prim_func
     def kda_chunk_o(
-        qg: T.Tensor((slots, HV, C, K), dtype),
-        aqk: T.Tensor((slots, HV, C, C), dtype),
+        table: T.Tensor((slots, HV, C, at.width), dtype),
         h: T.Tensor((slots, HV, K, V), dtype),
         v_new: T.Tensor((slots, HV, C, V), dtype),
         cu_seqlens: cu_seqlens_t,
         slot_seq: slot_seq_t,
         seq_len: seq_len_t,
-        o: T.Tensor((total, HV, V), dtype),
+        o: T.Tensor((B, L, HV, V), dtype),
     ):
+        o = T.reshape(o, (B * L, HV, V))
         with T.Kernel(slots * HV * tiles, threads=threads) as block:
             column = block % tiles * block_V
             hv = block // tiles % HV
@@ -62,9 +64,9 @@ def chunk_o(
                 out = T.alloc_fragment((C, block_V), f32)
                 out_s = T.alloc_shared((C, block_V), dtype)
                 T.annotate_layout({out_s: make_swizzled_layout(out_s)})
-                T.copy(aqk[slot, hv, 0:C, 0:C], aqk_s)
+                T.copy(table[slot, hv, 0:C, at.aqk : at.aqk + C], aqk_s)
                 T.copy(v_new[slot, hv, 0:C, column : column + block_V], v_s)
-                T.copy(qg[slot, hv, 0:C, 0:K], qg_s)
+                T.copy(table[slot, hv, 0:C, 0:K], qg_s)
                 T.copy(h[slot, hv, 0:K, column : column + block_V], h_s)
                 T.gemm(aqk_s, v_s, out, clear_accum=True)
                 T.gemm(qg_s, h_s, out)

@@ -16,18 +16,27 @@ from kda.backends.call import KdaCall
 from kda.golden.constants import CHUNK_SIZE
 
 from .build import Kernels, config, kernels
+from .chunk_table import columns, num_slots, parts
+
+
+class Form(NamedTuple):
+    """What a call's shapes, dtypes and options decide: computed once for all calls that share them."""
+
+    kernels: Kernels
+    dtype: torch.dtype  # of q, k, v and the table; g's and beta's own follow
+    g_dtype: torch.dtype
+    beta_dtype: torch.dtype
+    slots: int
+    width: int
+    state_shape: tuple[int, ...]
 
 
 class Prepared(NamedTuple):
     """A call after M1 to M3: its tables, and the arguments by which the kernels that follow find its sequences."""
 
-    kernels: Kernels
-    o: Tensor  # [B * T, HV, V], still empty but for its padding rows, which are 0
-    qg: Tensor  # [slots, HV, C, K]
-    kg: Tensor  # [slots, HV, C, K]
-    w: Tensor  # [slots, HV, C, K]
-    u: Tensor  # [slots, HV, C, V]
-    aqk: Tensor  # [slots, HV, C, C]
+    form: Form
+    o: Tensor  # [B, T, HV, V], still empty but for its padding rows, which are 0
+    table: Tensor  # [slots, HV, C, width]: qg, kg, w, u and Aqk
     decay: Tensor  # [slots, HV, K] fp32
     sequences: tuple[Any, ...]  # cu_seqlens, or the length of all
 
@@ -38,55 +47,63 @@ def chunk_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
         return torch.zeros_like(call.v), _carried_over(call)
     with torch.cuda.device_of(call.q):
         p = _prepare(call)
-        initial, final = _states(call)
-        p.kernels.recurrence(p.qg, p.kg, p.w, p.u, p.aqk, p.decay, *initial, *p.sequences, p.o, *final)
-    return p.o.view(call.v.shape).to(call.v.dtype), final[0] if final else None
+        initial, final = _states(call, p.form)
+        p.form.kernels.recurrence(p.table, p.decay, *initial, *p.sequences, p.o, *final)
+    o = p.o if p.o.dtype == call.v.dtype else p.o.to(call.v.dtype)
+    return o, final[0] if final else None
 
 
 def stages(call: KdaCall) -> dict[str, Tensor]:
     """The tables of M2 to M4 under the golden's names, chunk by chunk, by the kernels that keep snapshots."""
     with torch.cuda.device_of(call.q):
         p = _prepare(call)
-        h, v_new = p.u.new_empty(*p.u.shape[:2], call.K, call.V), torch.empty_like(p.u)
-        initial, final = _states(call)
-        p.kernels.chunk_delta_h(p.kg, p.w, p.u, p.decay, *initial, *p.sequences, h, v_new, *final)
-    tables = {"Aqk": p.aqk, "qg": p.qg, "kg": p.kg, "decay": p.decay, "w": p.w, "u": p.u, "h": h, "v_new": v_new}
+        h = p.table.new_empty(p.form.slots, call.HV, call.K, call.V)
+        v_new = p.table.new_empty(p.form.slots, call.HV, CHUNK_SIZE, call.V)
+        initial, final = _states(call, p.form)
+        p.form.kernels.chunk_delta_h(p.table, p.decay, *initial, *p.sequences, h, v_new, *final)
+    tables = parts(p.table, call.K, call.V) | {"decay": p.decay, "h": h, "v_new": v_new}
     used = _used_slots(call)
     return {name: table[used] for name, table in tables.items()}
 
 
+def _form(call: KdaCall) -> Form:
+    if (form := call.memo.get(__name__)) is None:
+        built = kernels(config(call))
+        dtypes = (getattr(torch, name) for name in (built.config.dtype, built.config.g_dtype, built.config.beta_dtype))
+        slots = num_slots(call.B * call.T, call.N, call.cu_seqlens is not None)
+        state = (call.V, call.K) if call.state_v_first else (call.K, call.V)
+        form = Form(built, *dtypes, slots, columns(call.K, call.V).width, (call.N, call.HV, *state))
+        call.memo[__name__] = form
+    return form
+
+
 def _prepare(call: KdaCall) -> Prepared:
-    built = kernels(config(call))
-    dtype, g_dtype, beta_dtype = (getattr(torch, name) for name in built.config[5:8])
-    q, k, v = _rows(call.q, dtype), _rows(call.k, dtype), _rows(call.v, dtype)
-    g, beta = _rows(call.g, g_dtype), _rows(call.beta, beta_dtype)
-    HV, K, V, C = call.HV, call.K, call.V, CHUNK_SIZE
+    form = _form(call)
+    q, k, v = _rows(call.q, form.dtype), _rows(call.k, form.dtype), _rows(call.v, form.dtype)
+    g, beta = _rows(call.g, form.g_dtype), _rows(call.beta, form.beta_dtype)
     o = torch.empty_like(v)
     if call.cu_seqlens is None:
-        count = call.N * -(-call.T // C)
-        sequences = slots = (call.T,)
+        sequences = owners = (call.T,)
     else:
-        count = call.T // C + call.N
         cu_seqlens = call.cu_seqlens.contiguous()
-        slot_seq = torch.empty(count, dtype=torch.int32, device=q.device)
-        built.plan(cu_seqlens, slot_seq, o)
-        sequences, slots = (cu_seqlens,), (cu_seqlens, slot_seq)
-    qg, kg, w = (q.new_empty(count, HV, C, K) for _ in range(3))
-    u, aqk = q.new_empty(count, HV, C, V), q.new_empty(count, HV, C, C)
-    decay = torch.empty(count, HV, K, dtype=torch.float32, device=q.device)
-    built.prepare(q, k, v, g, beta, *_gate(call), call.scale, *slots, qg, kg, w, u, aqk, decay)
-    return Prepared(built, o, qg, kg, w, u, aqk, decay, sequences)
+        slot_seq = torch.empty(form.slots, dtype=torch.int32, device=q.device)
+        form.kernels.plan(cu_seqlens, slot_seq, o)
+        sequences, owners = (cu_seqlens,), (cu_seqlens, slot_seq)
+    table = q.new_empty(form.slots, call.HV, CHUNK_SIZE, form.width)
+    decay = q.new_empty(form.slots, call.HV, call.K, dtype=torch.float32)
+    form.kernels.prepare(q, k, v, g, beta, *_gate(call), call.scale, *owners, table, decay)
+    return Prepared(form, o, table, decay, sequences)
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[B, T, ...]` as `[B * T, ...]`, contiguous and aligned as wide loads and TMA need it."""
+    """Contiguous and aligned as wide loads and TMA need it."""
     if x.dtype != dtype:
         x = x.to(dtype)
     if not x.is_contiguous():
         x = x.contiguous()
     if x.data_ptr() % 16:
         x = x.clone()
-    return x[0] if x.shape[0] == 1 else x.flatten(0, 1)
+    return x
 
 
 def _gate(call: KdaCall) -> tuple[Any, ...]:
@@ -102,11 +119,10 @@ def _zeros(rows: int, columns: int, device: torch.device) -> Tensor:
     return torch.zeros(rows, columns, device=device)
 
 
-def _states(call: KdaCall) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def _states(call: KdaCall, form: Form) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The initial and the final state as arguments of a kernel; none where the call has none."""
-    shape = (call.N, call.HV, call.V, call.K) if call.state_v_first else (call.N, call.HV, call.K, call.V)
     initial = () if call.initial_state is None else (call.initial_state.contiguous(),)
-    final = (torch.empty(shape, dtype=torch.float32, device=call.q.device),) if call.output_final_state else ()
+    final = (call.q.new_empty(form.state_shape, dtype=torch.float32),) if call.output_final_state else ()
     return initial, final
 
 
@@ -116,8 +132,7 @@ def _carried_over(call: KdaCall) -> Tensor | None:
         return None
     if call.initial_state is not None:
         return call.initial_state.clone()
-    _, final = _states(call)
-    return final[0].zero_()
+    return call.q.new_zeros(_form(call).state_shape, dtype=torch.float32)
 
 
 def _used_slots(call: KdaCall) -> Tensor:

@@ -35,7 +35,7 @@ def make_pivoted_chunk(K: int, dtype: str, use_qk_l2norm: bool) -> Any:
     @T.macro
     def pivoted_chunk(
         log2_a: Any, sub_total: Any, hv: Any, slot: Any, scale: Any, x_s: Any, x_in: Any, norm_s: Any, total_s: Any,
-        k0_s: Any, k1_s: Any, c0: Any, c1: Any, qg: Any, kg: Any,
+        k0_s: Any, k1_s: Any, c0: Any, c1: Any, table: Any, kg: int,
     ):  # fmt: skip
         warp = T.get_thread_binding() // 32
         ch = T.get_thread_binding() % 32 * NV
@@ -125,14 +125,14 @@ def make_pivoted_chunk(K: int, dtype: str, use_qk_l2norm: bool) -> Any:
                         x_s[half, row0 + row, ch + c] = row_b[c]
                     if dtype == bf16:
                         for c in T.vectorized(NV):
-                            qg[slot, hv, warp * SUB + row, ch + c] = row_b[c] * leave0[c] * leave1[c]
+                            table[slot, hv, warp * SUB + row, ch + c] = row_b[c] * leave0[c] * leave1[c]
                     else:
                         for c in T.vectorized(NV):
-                            qg[slot, hv, warp * SUB + row, ch + c] = T.cast(
+                            table[slot, hv, warp * SUB + row, ch + c] = T.cast(
                                 xq[r * NV + c] * leave[0, c] * leave[1, c], dtype
                             )
                     for c in T.vectorized(NV):
-                        kg[slot, hv, warp * SUB + row, ch + c] = T.cast(k_left[r, c] * to_last[c], dtype)
+                        table[slot, hv, warp * SUB + row, kg + ch + c] = T.cast(k_left[r, c] * to_last[c], dtype)
                     for c in T.vectorized(NV):
                         k1_s[warp * SUB + row, ch + c] = T.cast(k_left[r, c] * to_1[c], bf16)
                 if warp < 2:

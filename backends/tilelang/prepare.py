@@ -7,10 +7,9 @@ With a_t = exp(g_t) per channel, and k = v = beta = 0, a = 1 past a sequence's e
     Akk_ij = beta_i Σ_c k_i k_j  Π(j < t <= i) a_t         (j < i)
     T = (I + Akk)⁻¹ diag(beta)        w = T (k_i Π(t <= i) a_t)        u = T v
 
-in (dtype, token layout; [B, T, ...] is read as [B * T, ...]):
-    q, k [T, H, K]   v [T, HV, V]   g [T, HV, K]   beta [T, HV]   A_log [HV], dt_bias [HV, K] fp32
-out (chunk table, dtype; decay fp32):
-    qg, kg, w [slots, HV, 64, K]   u [slots, HV, 64, V]   aqk [slots, HV, 64, 64]   decay [slots, HV, K]
+in (dtype; B = 1 in the varlen form):
+    q, k [B, T, H, K]   v [B, T, HV, V]   g [B, T, HV, K]   beta [B, T, HV]   A_log [HV], dt_bias [HV, K] fp32
+out: qg, kg, w, u and Aqk in table [slots, HV, 64, width] (chunk_table.py), decay [slots, HV, K] fp32
 
 Aqk and Akk: see bisection.py; the inverse: see inverse.py. Assumes Σ_c q² and Σ_c k² of a row to be finite in fp32.
 
@@ -29,8 +28,9 @@ from kda.golden.constants import CHUNK_SIZE as C
 
 from .activation import LOG2E, log2_bounded_gate, log2_softplus_gate, sigmoid
 from .bisection import HALF, LEVELS_WITHIN_HALVES, level_operands, norm, store_level
-from .chunk_table import chunk
+from .chunk_table import columns
 from .inverse import inverse_times_beta
+from .plan import chunk
 from .rows import load_rows, unit_rows
 
 _PASS_CONFIGS = {
@@ -57,7 +57,7 @@ def prepare(
     allow_neg_eigval: bool = False,
 ) -> Any:
     """Kernel (q, k, v, g, beta, [A_log, dt_bias], [lower_bound], scale, [cu_seqlens, slot_seq] | seq_len,
-    qg, kg, w, u, aqk, decay).
+    table, decay).
 
     A_log and dt_bias exist with `use_gate`, lower_bound (a float) with `bounded_gate` too; cu_seqlens [N + 1] and
     slot_seq [slots] in the varlen form, else seq_len (an int). scale is a float. Unused slots are left as they are.
@@ -66,7 +66,8 @@ def prepare(
     split = dtype != f32
     operand_dtype = "float16" if split else f32
     v_tile = min(V, 128)
-    total, slots, N1 = T.dynamic("total, slots, N1")
+    at = columns(K, V)
+    B, L, slots, N1 = T.dynamic("B, L, slots, N1")
     a_log_t = T.Tensor((HV,), f32) if use_gate else None
     dt_bias_t = T.Tensor((HV, K), f32) if use_gate else None
     lower_bound_t = T.float32 if bounded_gate else None
@@ -84,11 +85,11 @@ def prepare(
 
     @T.prim_func
     def kda_prepare(
-        q: T.Tensor((total, H, K), dtype),
-        k: T.Tensor((total, H, K), dtype),
-        v: T.Tensor((total, HV, V), dtype),
-        g: T.Tensor((total, HV, K), g_dtype),
-        beta: T.Tensor((total, HV), beta_dtype),
+        q: T.Tensor((B, L, H, K), dtype),
+        k: T.Tensor((B, L, H, K), dtype),
+        v: T.Tensor((B, L, HV, V), dtype),
+        g: T.Tensor((B, L, HV, K), g_dtype),
+        beta: T.Tensor((B, L, HV), beta_dtype),
         A_log: a_log_t,
         dt_bias: dt_bias_t,
         lower_bound: lower_bound_t,
@@ -96,14 +97,15 @@ def prepare(
         cu_seqlens: cu_seqlens_t,
         slot_seq: slot_seq_t,
         seq_len: seq_len_t,
-        qg: T.Tensor((slots, HV, C, K), dtype),
-        kg: T.Tensor((slots, HV, C, K), dtype),
-        w: T.Tensor((slots, HV, C, K), dtype),
-        u: T.Tensor((slots, HV, C, V), dtype),
-        aqk: T.Tensor((slots, HV, C, C), dtype),
+        table: T.Tensor((slots, HV, C, at.width), dtype),
         decay: T.Tensor((slots, HV, K), f32),
     ):
         T.annotate_pass_configs(_PASS_CONFIGS)
+        q = T.reshape(q, (B * L, H, K))
+        k = T.reshape(k, (B * L, H, K))
+        v = T.reshape(v, (B * L, HV, V))
+        g = T.reshape(g, (B * L, HV, K))
+        beta = T.reshape(beta, (B * L, HV))
         with T.Kernel(slots * HV, threads=128) as block:
             hv = block % HV
             hk = hv // (HV // H)
@@ -170,7 +172,7 @@ def prepare(
                         factor[h, c] = run[h, c]
                         q_row[h, c] = q_s[h * HALF + r, c] * factor[h, c]
                         k_row[h, c] = k_s[h * HALF + r, c] * factor[h, c]
-                        qg[slot, hv, h * HALF + r, c] = (
+                        table[slot, hv, h * HALF + r, c] = (
                             q_s[h * HALF + r, c] * run[h, c] * (before[h, c] * scale * norm(q_norm, h * HALF + r))
                         )
                         k_decayed_s[h * HALF + r, c] = (
@@ -185,7 +187,7 @@ def prepare(
                     for h, c in T.Parallel(2, K):
                         factor[h, c] = run[h, c]
                         k_row[h, c] = k_s[h * HALF + HALF - 1 - r, c] * factor[h, c]
-                        kg[slot, hv, h * HALF + HALF - 1 - r, c] = (
+                        table[slot, hv, h * HALF + HALF - 1 - r, at.kg + c] = (
                             k_s[h * HALF + HALF - 1 - r, c]
                             * run[h, c]
                             * (after[h, c] * norm(k_norm, h * HALF + HALF - 1 - r))
@@ -217,7 +219,7 @@ def prepare(
                     level_operands(s, a, q_s, k_s, run, factor, right_s, left_s)
                     T.gemm(right_s, left_s, level, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
                     store_level(s, level, scale, q_norm, k_norm, beta_s, aqk_level, aqk_s, akk_s)
-                T.copy(aqk_s, aqk[slot, hv, 0:C, 0:C], disable_tma=True)
+                T.copy(aqk_s, table[slot, hv, 0:C, at.aqk : at.aqk + C], disable_tma=True)
 
                 # M3; the results leave through their operands' buffers.
                 v_s = T.alloc_shared((C, V), dtype)
@@ -231,12 +233,12 @@ def prepare(
                 if split:
                     T.gemm(t_rest_s, k_decayed_s, w_f)
                 T.copy(w_f, k_decayed_s)
-                T.copy(k_decayed_s, w[slot, hv, 0:C, 0:K], disable_tma=True)
+                T.copy(k_decayed_s, table[slot, hv, 0:C, at.w : at.w + K], disable_tma=True)
                 for j in T.unroll(V // v_tile):
                     T.gemm(t_s, v_s[:, j * v_tile : (j + 1) * v_tile], u_f, clear_accum=True)
                     if split:
                         T.gemm(t_rest_s, v_s[:, j * v_tile : (j + 1) * v_tile], u_f)
                     T.copy(u_f, v_s[:, j * v_tile : (j + 1) * v_tile])
-                T.copy(v_s, u[slot, hv, 0:C, 0:V], disable_tma=True)
+                T.copy(v_s, table[slot, hv, 0:C, at.u : at.u + V], disable_tma=True)
 
     return kda_prepare

@@ -25,8 +25,9 @@ from kda.golden.constants import SUB_BLOCK as SUB
 
 from .bisection import HALF
 from .block_inverse import inverse_times_beta, invert_diagonal_blocks
-from .chunk_table import chunk
+from .chunk_table import columns
 from .pivoted_chunk import make_pivoted_chunk
+from .plan import chunk
 from .strong_chunk import make_strong_chunk
 from .threads import LOG2E, gate_bias, gate_factor, log2_decay, sigmoid, widen
 
@@ -71,7 +72,8 @@ def prepare(
     """Kernel as prepare.prepare describes it, for bf16 and fp16 and K and V of 64 or 128."""
     f32, bf16, f16 = "float32", "bfloat16", "float16"
     NV = K // 32  # channels of a thread
-    total, slots, N1 = T.dynamic("total, slots, N1")
+    at = columns(K, V)
+    B, L, slots, N1 = T.dynamic("B, L, slots, N1")
     a_log_t = T.Tensor((HV,), f32) if use_gate else None
     dt_bias_t = T.Tensor((HV, K), f32) if use_gate else None
     lower_bound_t = T.float32 if bounded_gate else None
@@ -84,11 +86,11 @@ def prepare(
 
     @T.prim_func
     def kda_prepare(
-        q: T.Tensor((total, H, K), dtype),
-        k: T.Tensor((total, H, K), dtype),
-        v: T.Tensor((total, HV, V), dtype),
-        g: T.Tensor((total, HV, K), g_dtype),
-        beta: T.Tensor((total, HV), beta_dtype),
+        q: T.Tensor((B, L, H, K), dtype),
+        k: T.Tensor((B, L, H, K), dtype),
+        v: T.Tensor((B, L, HV, V), dtype),
+        g: T.Tensor((B, L, HV, K), g_dtype),
+        beta: T.Tensor((B, L, HV), beta_dtype),
         A_log: a_log_t,
         dt_bias: dt_bias_t,
         lower_bound: lower_bound_t,
@@ -96,14 +98,15 @@ def prepare(
         cu_seqlens: cu_seqlens_t,
         slot_seq: slot_seq_t,
         seq_len: seq_len_t,
-        qg: T.Tensor((slots, HV, C, K), dtype),
-        kg: T.Tensor((slots, HV, C, K), dtype),
-        w: T.Tensor((slots, HV, C, K), dtype),
-        u: T.Tensor((slots, HV, C, V), dtype),
-        aqk: T.Tensor((slots, HV, C, C), dtype),
+        table: T.Tensor((slots, HV, C, at.width), dtype),
         decay: T.Tensor((slots, HV, K), f32),
     ):
         T.annotate_pass_configs(_PASS_CONFIGS)
+        q = T.reshape(q, (B * L, H, K))
+        k = T.reshape(k, (B * L, H, K))
+        v = T.reshape(v, (B * L, HV, V))
+        g = T.reshape(g, (B * L, HV, K))
+        beta = T.reshape(beta, (B * L, HV))
         with T.Kernel(slots * HV, threads=128, prelude=_PREFETCH) as block:
             T.annotate_min_blocks_per_sm(3)
             thread = T.get_thread_binding()
@@ -241,11 +244,11 @@ def prepare(
             if not bounded_gate and strong != 0:
                 strong_chunk(
                     g, t0, rows, hv, slot, dt_bias, factor, scale,
-                    x_s, x_in, norm_s, total_s, k0_s, k1_s, c0, c1, qg, kg,
+                    x_s, x_in, norm_s, total_s, k0_s, k1_s, c0, c1, table, at.kg,
                 )  # fmt: skip
             else:
                 pivoted_chunk(
-                    log2_a, sub_total, hv, slot, scale, x_s, x_in, norm_s, total_s, k0_s, k1_s, c0, c1, qg, kg
+                    log2_a, sub_total, hv, slot, scale, x_s, x_in, norm_s, total_s, k0_s, k1_s, c0, c1, table, at.kg
                 )
             # Warps 0 and 1 hold Aqk, warps 2 and 3 Akk. The entries above the diagonal are arbitrary, even infinite.
             for i, j in T.Parallel(HALF, HALF):
@@ -277,7 +280,7 @@ def prepare(
             # The gates that the next block here will wait for.
             for i in T.unroll(T.ceildiv(C * K, 128 * line)):
                 token = t0 + ((block + RESIDENT) // HV - slot) * C + (i * 128 + thread) * line // K
-                if T.And(token < total, (i * 128 + thread) * line < C * K):
+                if T.And(token < B * L, (i * 128 + thread) * line < C * K):
                     T.call_extern(
                         "handle",
                         "prefetch_l2",
@@ -312,16 +315,19 @@ def prepare(
             T.wait_wgmma(0)
             T.fence_proxy_async()
             T.sync_threads()
-            T.tma_copy(aqk_s, aqk[slot, hv, 0:C, 0:C])
+            T.tma_copy(aqk_s, table[slot, hv, 0:C, at.aqk : at.aqk + C])
             for p in (0, 1):
                 for c in (0, 64)[: K // 64]:
-                    T.tma_copy(x_in[p, 0:HALF, c : c + 64], w[slot, hv, p * HALF : p * HALF + HALF, c : c + 64])
+                    T.tma_copy(
+                        x_in[p, 0:HALF, c : c + 64],
+                        table[slot, hv, p * HALF : p * HALF + HALF, at.w + c : at.w + c + 64],
+                    )
             for i, j in T.Parallel(C, V):
                 u_h[i, j] = T.cast(u_f[i, j], dtype)
             T.copy(u_h, v_s)
             T.fence_proxy_async()
             T.sync_threads()
-            T.tma_copy(v_s, u[slot, hv, 0:C, 0:V])
+            T.tma_copy(v_s, table[slot, hv, 0:C, at.u : at.u + V])
             T.tma_store_wait()
 
     return kda_prepare

@@ -4,9 +4,8 @@ Per (sequence, value head, tile of V), chunk after chunk, with S [K, tile] fp32 
 
     v_new = u - w S      o = qg S + Aqk v_new      S <- diag(decay) S + kgᵀ v_new
 
-in (chunk table): qg, kg, w [slots, HV, 64, K]   u [slots, HV, 64, V]   aqk [slots, HV, 64, 64]
-    decay [slots, HV, K] fp32
-in: initial_state fp32, or zeros      out: o [T, HV, V] (rows of sequences only), final_state fp32
+in: table [slots, HV, 64, width] (chunk_table.py), decay [slots, HV, K] fp32, initial_state fp32, or zeros
+out: o [B, T, HV, V] (rows of sequences only), final_state fp32
 
 The sequence stays out of the grid, so that nothing is computed twice; V is cut, because its columns never meet, and K
 is not, because products contract over it. Assumes rows past a sequence's end to be zero in the table, and so masks
@@ -20,7 +19,8 @@ from tilelang.layout import make_swizzled_layout
 
 from kda.golden.constants import CHUNK_SIZE as C
 
-from .chunk_table import chunks_per_sequence, sequence
+from .chunk_table import columns
+from .plan import chunks_per_sequence, sequence
 from .state import load_state, state_tensor, store_state
 
 
@@ -39,7 +39,7 @@ def recurrence(
     threads: int = 128,
     num_stages: int = 3,
 ) -> Any:
-    """Kernel (qg, kg, w, u, aqk, decay, [initial_state], cu_seqlens | seq_len, o, [final_state]).
+    """Kernel (table, decay, [initial_state], cu_seqlens | seq_len, o, [final_state]).
 
     The states exist with their flags; cu_seqlens [N + 1] in the varlen form, else seq_len (an int). GPUs before Hopper
     take num_stages=1 alone.
@@ -47,7 +47,8 @@ def recurrence(
     f32 = "float32"
     tiles = V // block_V
     blocks = HV * tiles
-    total, slots, N, N1 = T.dynamic("total, slots, N, N1")
+    at = columns(K, V)
+    B, L, slots, N, N1 = T.dynamic("B, L, slots, N, N1")
     sequences = N1 - 1 if varlen else N
     initial_state_t = state_tensor(sequences, HV, K, V, state_v_first) if has_initial_state else None
     final_state_t = state_tensor(sequences, HV, K, V, state_v_first) if has_final_state else None
@@ -56,18 +57,15 @@ def recurrence(
 
     @T.prim_func
     def kda_recurrence(
-        qg: T.Tensor((slots, HV, C, K), dtype),
-        kg: T.Tensor((slots, HV, C, K), dtype),
-        w: T.Tensor((slots, HV, C, K), dtype),
-        u: T.Tensor((slots, HV, C, V), dtype),
-        aqk: T.Tensor((slots, HV, C, C), dtype),
+        table: T.Tensor((slots, HV, C, at.width), dtype),
         decay: T.Tensor((slots, HV, K), f32),
         initial_state: initial_state_t,
         cu_seqlens: cu_seqlens_t,
         seq_len: seq_len_t,
-        o: T.Tensor((total, HV, V), dtype),
+        o: T.Tensor((B, L, HV, V), dtype),
         final_state: final_state_t,
     ):
+        o = T.reshape(o, (B * L, HV, V))
         with T.Kernel((N1 - 1 if varlen else slots // chunks_per_sequence(seq_len)) * blocks, threads=threads) as block:
             column = block % tiles * block_V
             hv = block // tiles % HV
@@ -93,12 +91,12 @@ def recurrence(
             else:
                 T.clear(state)
             for c in T.Pipelined(T.ceildiv(length, C), num_stages=num_stages):
-                T.copy(w[base + c, hv, 0:C, 0:K], w_s)
-                T.copy(u[base + c, hv, 0:C, column : column + block_V], u_s)
+                T.copy(table[base + c, hv, 0:C, at.w : at.w + K], w_s)
+                T.copy(table[base + c, hv, 0:C, at.u + column : at.u + column + block_V], u_s)
                 T.copy(decay[base + c, hv, 0:K], decay_s)
-                T.copy(kg[base + c, hv, 0:C, 0:K], kg_s)
-                T.copy(qg[base + c, hv, 0:C, 0:K], qg_s)
-                T.copy(aqk[base + c, hv, 0:C, 0:C], aqk_s)
+                T.copy(table[base + c, hv, 0:C, at.kg : at.kg + K], kg_s)
+                T.copy(table[base + c, hv, 0:C, 0:K], qg_s)
+                T.copy(table[base + c, hv, 0:C, at.aqk : at.aqk + C], aqk_s)
                 T.copy(state, state_s)
                 T.gemm(w_s, state_s, v_new, clear_accum=True)
                 for i, j in T.Parallel(C, block_V):

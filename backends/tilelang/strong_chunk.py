@@ -59,7 +59,7 @@ def make_strong_chunk(K: int, dtype: str, g_dtype: str, use_gate: bool, use_qk_l
     @T.macro
     def strong_chunk(
         g: Any, t0: Any, rows: Any, hv: Any, slot: Any, dt_bias: Any, factor: Any, scale: Any,
-        x_s: Any, x_in: Any, norm_s: Any, total_s: Any, k0_s: Any, k1_s: Any, c0: Any, c1: Any, qg: Any, kg: Any,
+        x_s: Any, x_in: Any, norm_s: Any, total_s: Any, k0_s: Any, k1_s: Any, c0: Any, c1: Any, table: Any, kg: int,
     ):  # fmt: skip
         warp = T.get_thread_binding() // 32
         sub = warp % 2 * SUB
@@ -187,7 +187,7 @@ def make_strong_chunk(K: int, dtype: str, g_dtype: str, use_gate: bool, use_qk_l
                         run[c] = run[c] + decay[(half * SUB + SUB - 1 - n * ROWS - s) * NV + c]
                 for s in T.unroll(ROWS):
                     for c in T.vectorized(NV):
-                        kg[slot, hv, half * HALF + sub + SUB - ROWS - n * ROWS + s, ch + c] = T.cast(
+                        table[slot, hv, half * HALF + sub + SUB - ROWS - n * ROWS + s, kg + ch + c] = T.cast(
                             xk[s * NV + c], dtype
                         )
             for c in T.unroll(NV):
@@ -206,7 +206,7 @@ def make_strong_chunk(K: int, dtype: str, g_dtype: str, use_gate: bool, use_qk_l
                         xk[s * NV + c] = xk[s * NV + c] * T.exp2(run[c]) * edge[c]
                 for s in T.unroll(ROWS):
                     for c in T.vectorized(NV):
-                        qg[slot, hv, half * HALF + sub + n * ROWS + s, ch + c] = T.cast(xq[s * NV + c], dtype)
+                        table[slot, hv, half * HALF + sub + n * ROWS + s, ch + c] = T.cast(xq[s * NV + c], dtype)
                     for c in T.vectorized(NV):
                         x_s[half, HALF + sub + n * ROWS + s, ch + c] = T.cast(xk[s * NV + c], bf16)
 
