@@ -322,3 +322,31 @@ def test_front_end_only_views(arguments, device, monkeypatch) -> None:
         with Recorder() as recorder:
             normalise("fused_recurrent_kda", **arguments)
         assert "_local_scalar_dense" in recorder.names, "the recorder would have seen a copy to the host"
+
+
+AS_IF_SEEN = {
+    "a flag that equals True": dense(output_final_state=1),
+    "a scale that equals 1.0": dense(scale=True),
+    "a sparse q": dense(q=zeros(B, T, H, K).to_sparse()),
+    "q of another dtype": dense(q=zeros(B, T, H, K, dtype=torch.float64)),
+    "beta on another device": dense(beta=zeros(B, T, HV, device=META)),
+    "an unhashable flag": dense(output_final_state=[True]),
+}
+
+
+@pytest.mark.parametrize("bad", AS_IF_SEEN.values(), ids=AS_IF_SEEN)
+def test_a_bad_call_is_refused_after_a_good_one_like_it(bad):
+    """Calls that passed once are not checked again, and nothing else must pass for one of them."""
+    for good in (dense(output_final_state=True), dense(scale=1.0)):
+        normalise("chunk_kda", **good)
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError)):
+            normalise("chunk_kda", **bad)
+
+
+def test_calls_alike_share_a_memo_and_others_do_not():
+    memo = normalise("chunk_kda", **dense()).memo
+    assert normalise("chunk_kda", **dense(q=torch.randn(B, T, H, K))).memo is memo
+    for other in (dense(scale=0.5), dense(state_v_first=False), dense(cu_seqlens=None, output_final_state=True)):
+        assert normalise("chunk_kda", **other).memo is not memo
+    assert normalise("fused_recurrent_kda", **dense()).memo is not memo
