@@ -134,7 +134,7 @@ def levels(D: int, wanted: Sequence[int], device: torch.device, progress: Callab
 
 
 def device_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Median time of a call; on a GPU of a CUDA graph, for the host takes longer over short lengths than the kernels."""
+    """Median time of a call; on a GPU of a CUDA graph, since the host is slower than a kernel over a short length."""
     if device.type != "cuda":
         return median_seconds(call, device)
     call()  # builds the kernel
