@@ -38,8 +38,7 @@ def run(kernel: Callable[..., None], inputs: list[Tensor], outputs: list[Tensor]
 
     Raises RuntimeError where the interpreter gave up on an op; PyPTO says why on stdout.
     """
-    calculator.load()
-    entry.JitCallableWrapper._setup_verify_data = staticmethod(_hand_over)
+    set_up()
     with _lock, tempfile.TemporaryDirectory() as folder:
         before = os.environ.get("TILE_FWK_OUTPUT_DIR")
         os.environ["TILE_FWK_OUTPUT_DIR"] = folder
@@ -54,6 +53,12 @@ def run(kernel: Callable[..., None], inputs: list[Tensor], outputs: list[Tensor]
                 del os.environ["TILE_FWK_OUTPUT_DIR"]
             else:
                 os.environ["TILE_FWK_OUTPUT_DIR"] = before
+
+
+def set_up() -> None:
+    """Let PyPTO compute on the values of CPU tensors, in this process."""
+    calculator.load()
+    entry.JitCallableWrapper._setup_verify_data = staticmethod(_hand_over)
 
 
 def _hand_over(tensors: list[pypto.Tensor]) -> None:
