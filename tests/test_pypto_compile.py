@@ -41,7 +41,7 @@ def compile_call(name: str, control: str | None) -> None:
     """Compile the kernel of a call for NPUs, with the interpreter after every pass and the recurrence as its golden."""
     import pypto
 
-    from kda.backends.pypto import build, chunk, interpret, launch, pool
+    from kda.backends.pypto import chunk, interpret, launch, pool
 
     operator, T, _ = CALLS[name]
     call = golden.inputs.raw(1, T, 1, lengths=[T], dtype=torch.bfloat16, initial_state=True)
@@ -63,7 +63,6 @@ def compile_call(name: str, control: str | None) -> None:
             interpret.entry.JitCallableWrapper._setup_verify_data = stock
         kernel = pypto.frontend.jit(
             runtime_options={"run_mode": pypto.RunMode.SIM},
-            pass_options=build.NPU_OPTIONS["pass_options"],
             verify_options={"enable_pass_verify": True, "pass_verify_pass_filter": ["all"],
                             "pass_verify_error_tol": [1e-3, 1e-3]},
         )(body)  # fmt: skip
@@ -75,13 +74,29 @@ def compile_call(name: str, control: str | None) -> None:
     getattr(kda, operator)(**call, backend="pypto")
 
 
+def emit_call(name: str) -> None:
+    """Compile the kernel of a call with the very options that NPUs get, as far as to their own compiler."""
+    import pypto
+
+    from kda.backends.pypto import build, launch, pool
+
+    def run(body: object, inputs: list[Tensor], outputs: list[Tensor], config: object) -> None:
+        kernel = build._compiled(body)
+        definitions, _ = kernel._cached_signature
+        kernel.kwargs = {"config": config}
+        with pypto.options("jit_scope"):
+            kernel._set_config_option()
+            pypto.pypto_impl.DeviceInit()
+            kernel.compile([*inputs, *outputs], definitions)
+
+    launch.run = pool.run = run
+    operator, T, _ = CALLS[name]
+    getattr(kda, operator)(**golden.inputs.raw(1, T, 1, dtype=torch.bfloat16, initial_state=True), backend="pypto")
+
+
 def compiled(name: str, folder: Path, control: str | None = None) -> list[str]:
     """Everything that is wrong with the reports of compiling a call in a process of its own."""
-    code = f"import test_pypto_compile; test_pypto_compile.compile_call({name!r}, {control!r})"
-    environment = os.environ | {"KDA_EMULATE": "1", "OMP_NUM_THREADS": "1", "TILE_FWK_OUTPUT_DIR": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True
-    )
+    done = in_a_process(f"compile_call({name!r}, {control!r})", folder)
     if done.returncode:
         return [f"the compiler gave up: {done.stderr[-2000:]}"]
     (brief,) = folder.rglob("verify_result_brief.csv")
@@ -106,6 +121,14 @@ def compiled(name: str, folder: Path, control: str | None = None) -> list[str]:
     return wrong
 
 
+def in_a_process(call: str, folder: Path, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
+    """A call of this module in a process of its own, whose reports go to `folder`."""
+    code = f"import test_pypto_compile; test_pypto_compile.{call}"
+    environment = {"KDA_EMULATE": "1", "OMP_NUM_THREADS": "1", "TILE_FWK_OUTPUT_DIR": str(folder), "PATH": path}
+    return subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=os.environ | environment,
+                          capture_output=True, text=True)  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def interpreter() -> None:
     if reason := missing_pypto() or missing_interpreter():
@@ -121,3 +144,25 @@ def test_every_pass_keeps_the_result(name: str, tmp_path: Path) -> None:
 def test_a_broken_kernel_or_golden_is_seen(control: str, tmp_path: Path) -> None:
     wrong = compiled("chunk, K first", tmp_path, control)
     assert any(CONTROLS[control] in line for line in wrong), wrong
+
+
+STAND_IN = """#!/bin/sh
+echo "$0 $@" >> {log}
+while [ "$1" ]; do [ "$1" = -o ] && : > "$2"; shift; done
+"""
+
+
+@pytest.mark.parametrize("name", ["chunk", "recurrent"])
+def test_code_for_an_npu_comes_as_far_as_its_compiler(name: str, tmp_path: Path) -> None:
+    """A script stands in for CANN's compiler and linker: the device code is emitted, nothing has compiled or run it."""
+    log = tmp_path / "log"
+    for tool in ("bisheng", "ld.lld"):
+        stand_in = tmp_path / tool
+        stand_in.write_text(STAND_IN.format(log=log))
+        stand_in.chmod(0o755)
+    done = in_a_process(f"emit_call({name!r})", tmp_path / "out", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    calls = log.read_text()
+    assert "-x cce" in calls
+    for path in ("chunks_Unroll4", "chunks_Unroll1") if name == "chunk" else ("tokens_Unroll1",):
+        assert f"TENSOR_{path}" in calls, path

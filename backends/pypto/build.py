@@ -12,11 +12,9 @@ from torch import Tensor
 from . import interpret
 from .config import Config
 
-NPU_OPTIONS = {
-    "runtime_options": {"run_mode": pypto.RunMode.NPU, "device_sched_mode": 1, "stitch_function_max_num": 128},
-    "pass_options": {"cube_l1_reuse_setting": {-1: 4}, "cube_nbuffer_setting": {-1: 4}, "vec_nbuffer_setting": {-1: 4}},
-}
-"""JIT options. The passes take them; there was no NPU to tune them on."""
+NPU_OPTIONS = {"runtime_options": {"run_mode": pypto.RunMode.NPU}}
+"""JIT options: PyPTO's defaults for buffering and scheduling. There was no NPU to tune them on, and PyPTO's cost model
+saw no gain in others."""
 
 
 def run(body: Callable[..., None], inputs: list[Tensor], outputs: list[Tensor], config: Config) -> None:
