@@ -19,7 +19,7 @@ from kda import backends
 _DISTRIBUTIONS = ("tilelang", "pypto", "torch_npu", "flash-linear-attention")
 _ENVIRONMENT = {
     "KDA_BACKEND": "auto (default), tilelang, pypto or torch; the argument backend= wins over it",
-    "KDA_EMULATE": "1: let backend=tilelang run its tile-level kernels on CPU tensors, slowly",
+    "KDA_EMULATE": "1: let backend=tilelang and backend=pypto run their kernels on CPU tensors, slowly",
     "KDA_CHECK": "1: also check argument values (cu_seqlens order, g <= 0, finite inputs)",
 }
 
