@@ -101,17 +101,25 @@ def select(call: KdaCall, backend: str | None = None) -> Backend:
         raise TypeError(f"backend: expected a str or None, got {type(name).__name__}")
     if name not in ("auto", *NAMES):
         raise ValueError(f"{source}: expected one of auto, {', '.join(NAMES)}, got {name!r}")
-    if name == "auto":
-        name = for_device(call.q.device.type)
-        reasons = _reasons(name, call)
-        if not reasons:
-            return load(name)
-        for reason in reasons:
-            _warn_once(f"kda: {name} cannot take this {call.op} call ({reason}); using torch instead")
-        name = "torch"
+    if (chosen := call.memo.get(("backend", name))) is None:
+        chosen = load(_auto(call) if name == "auto" else _willing(name, call))
+        if call.q.device.type != "cpu":  # where KDA_EMULATE decides, and may change from call to call
+            call.memo["backend", name] = chosen
+    return chosen
+
+
+def _auto(call: KdaCall) -> str:
+    name = for_device(call.q.device.type)
+    reasons = _reasons(name, call)
+    for reason in reasons:
+        _warn_once(f"kda: {name} cannot take this {call.op} call ({reason}); using torch instead")
+    return _willing("torch", call) if reasons else name
+
+
+def _willing(name: str, call: KdaCall) -> str:
     if reasons := _reasons(name, call):
         raise NotImplementedError(f"backend {name!r} cannot take this {call.op} call: {'; '.join(reasons)}")
-    return load(name)
+    return name
 
 
 def _reasons(name: str, call: KdaCall) -> list[str]:
@@ -121,4 +129,4 @@ def _reasons(name: str, call: KdaCall) -> list[str]:
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
+        warnings.warn(message, RuntimeWarning, stacklevel=5)

@@ -46,7 +46,7 @@ class KdaCall:
     num_accepted_tokens: Tensor | None = None  # [N] int32 or int64, in 1..S
 
     # Shared by all calls of the same shapes, dtypes, devices and options: what a backend derives from these alone.
-    memo: dict[str, Any] = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict)
 
     # Sizes, read off the tensors once.
     B: int = field(init=False)

@@ -86,7 +86,7 @@ def normalise(
     return call
 
 
-_passed: dict[Hashable, dict[str, Any]] = {}
+_passed: dict[Hashable, dict[Any, Any]] = {}
 """Signature of each call that passed -> the memo of such calls. Models make the same call again and again, and the
 checks would take as long as the launch."""
 
@@ -108,7 +108,7 @@ def _signature(
     return signature
 
 
-def _remember(signature: Hashable, memo: dict[str, Any]) -> None:
+def _remember(signature: Hashable, memo: dict[Any, Any]) -> None:
     if signature is not None:
         if len(_passed) >= _MAX_PASSED:
             _passed.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import kda.operator  # noqa: F401  (what registers torch.ops.kda)
 from kda import backends
 from kda.backends.call import KdaCall
 from kda.normalise import normalise
@@ -135,11 +136,22 @@ def fused_recurrent_kda(
     Raises:
         As `chunk_kda`.
     """
-    call = normalise("fused_recurrent_kda", q, k, v, g, beta, scale=scale, initial_state=initial_state,
-                     output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                     use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-                     allow_neg_eigval=allow_neg_eigval, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
-                     cu_seqlens=cu_seqlens, state_v_first=state_v_first, inplace_final_state=inplace_final_state,
-                     ssm_state_indices=ssm_state_indices, num_accepted_tokens=num_accepted_tokens)  # fmt: skip
-    o, final_state = backends.select(call, backend).fused_recurrent_kda(call)
-    return (o[0] if v.dim() == 3 else o), final_state
+    if not torch.compiler.is_compiling():
+        call = normalise("fused_recurrent_kda", q, k, v, g, beta, scale=scale, initial_state=initial_state,
+                         output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+                         allow_neg_eigval=allow_neg_eigval, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+                         cu_seqlens=cu_seqlens, state_v_first=state_v_first, inplace_final_state=inplace_final_state,
+                         ssm_state_indices=ssm_state_indices, num_accepted_tokens=num_accepted_tokens)  # fmt: skip
+        chosen = backends.select(call, backend)
+        if chosen.differentiable or not torch.is_grad_enabled() or not _requires_grad(call):
+            o, states = chosen.fused_recurrent_kda(call)
+            return (o[0] if v.dim() == 3 else o), states
+    values = (q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+              use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias, lower_bound, cu_seqlens, state_v_first,
+              backend, ssm_state_indices, num_accepted_tokens)  # fmt: skip
+    if inplace_final_state:
+        o, states = torch.ops.kda.fused_recurrent_kda_(*values), initial_state
+    else:
+        o, states = torch.ops.kda.fused_recurrent_kda(*values)
+    return o, states if output_final_state else None

@@ -15,7 +15,7 @@ from torch import Tensor
 import kda
 from kda.__main__ import main
 from kda.bench import command, measure
-from kda.bench.cases import CASES, HOST_CASE, MIXED, PEER_CASES, Case
+from kda.bench.cases import CASES, HOST_CASE, MIXED, PEER_CASES, Case, Decode
 from kda.bench.measure import Ceilings, Measurement
 
 CPU = ["bench", "--device", "cpu", "--case"]
@@ -49,10 +49,14 @@ def test_bytes_by_hand() -> None:
     assert CASES["H96-8x1024"].moved_bytes == CASES["H96"].moved_bytes + 7 * 96 * 131072 + 9 * 8
 
 
-@pytest.mark.parametrize("case", [Case("one", 3, (70,)), Case("packed", 2, (5, 64, 7)), Case("K", 2, (9,), 64, 32)])
+@pytest.mark.parametrize(
+    "case",
+    [Case("one", 3, (70,)), Case("packed", 2, (5, 64, 7)), Case("K", 2, (9,), 64, 32), Decode("B", 2, (4, 4, 4))],
+)
 def test_bytes_are_those_of_the_tensors(case: Case) -> None:
     inputs = case.inputs(torch.device("cpu"), torch.bfloat16)
-    tensors = [x for x in (*inputs.values(), *kda.chunk_kda(**inputs)) if isinstance(x, Tensor)]
+    results = getattr(kda, case.operator)(**inputs)
+    tensors = [x for x in (*inputs.values(), *results) if isinstance(x, Tensor)]
     assert case.moved_bytes == sum(x.nbytes for x in tensors)
     again = case.inputs(torch.device("cpu"), torch.bfloat16)
     assert all(torch.equal(inputs[name], again[name]) for name in ("q", "g", "initial_state", "A_log"))
@@ -63,6 +67,7 @@ def test_flops_by_hand() -> None:
     chunk = 5 * 2 * 64 * 64 * 128 + 3 * 2 * 64 * 128 * 128 + 64**3 / 3
     assert CASES["T64"].flops == pytest.approx(32 * chunk)
     assert CASES["H96"].flops == pytest.approx(96 * 128 * chunk)
+    assert CASES["B16-draft4"].flops == 16 * 4 * 32 * 7 * 128 * 128
     # A tail counts by its tokens; of one token: 10 · 128 + 6 · 128² + 1/3. Sequences don't share chunks.
     one = 10 * 128 + 6 * 128 * 128 + 1 / 3
     assert Case("", 1, (65,)).flops == pytest.approx(chunk + one)
@@ -71,6 +76,7 @@ def test_flops_by_hand() -> None:
 
 def test_scaled_down() -> None:
     assert CASES["H96-mixed"].scaled_down().lengths == (40, 17, 64, 30, 8, 95)
+    assert CASES["B64-draft4"].scaled_down() == Decode("B64-draft4", 2, (4,) * 4)
     assert (CASES["H8-T65536"].scaled_down().H, CASES["T64"].scaled_down().lengths) == (1, (2,))
 
 
@@ -137,12 +143,13 @@ def install_peer(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
     """Put a module in fla's place that notes its calls, or fails."""
     calls = []
 
-    def chunk_kda(**arguments: object) -> None:
+    def operator(**arguments: object) -> None:
         calls.append(arguments)
         if error:
             raise error
 
-    for name, content in (("fla", {"__version__": "0"}), ("fla.ops", {}), ("fla.ops.kda", {"chunk_kda": chunk_kda})):
+    both = {"chunk_kda": operator, "fused_recurrent_kda": operator}
+    for name, content in (("fla", {"__version__": "0"}), ("fla.ops", {}), ("fla.ops.kda", both)):
         module = types.ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
@@ -166,9 +173,18 @@ def test_a_peer_that_fails_costs_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert code == 0 and [m["error"] for m in report["measurements"]] == ["", "RuntimeError: no kernel"]
 
 
+def test_a_peer_decodes_beside_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, ours = install_peer(monkeypatch), []
+    monkeypatch.setattr(kda, "fused_recurrent_kda", lambda **arguments: ours.append(arguments))
+    code, report = bench(tmp_path, "B16-draft4", "--peers")
+    assert code == 0 and [m["operator"] for m in report["measurements"]] == ["kda", "fla"]
+    assert calls[-1]["q"] is ours[-1]["q"] and calls[-1]["q"].shape == (1, 4, 2, 128)
+
+
 def test_peers_run_on_few_cases_unless_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_peer(monkeypatch)
-    monkeypatch.setattr(kda, "chunk_kda", lambda **arguments: None)
+    for operator in ("chunk_kda", "fused_recurrent_kda"):
+        monkeypatch.setattr(kda, operator, lambda **arguments: None)
     file = tmp_path / "bench.json"
     assert main(["bench", "--device", "cpu", "--peers", "--json", str(file)]) == 0
     measured = json.loads(file.read_text())["measurements"]
@@ -208,10 +224,10 @@ def test_the_device_time_is_the_median_in_seconds(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_table_shows_each_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    measured = Measurement(CASES["H96"], "kda", 1e-3, 4e-5)
+    measured = Measurement(CASES["H96"], "kda", 1e-3, 4e-5, 7e-6)
     command._show(command.Console(width=120), [measured], Ceilings(4.083326976e12, 700e12))
     (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "H96" in line]
     flops = CASES["H96"].flops
     assert row[:8] == ["H96", "kda", "96", "8192", "1.000", "1020.8", "1021", "25.0%"]
-    assert row[8:] == [f"{flops / 1e9:.2f}", f"{flops / 1e9:.4g}", f"{flops / 7e11:.1%}", "0.040"]
+    assert row[8:] == [f"{flops / 1e9:.2f}", f"{flops / 1e9:.4g}", f"{flops / 7e11:.1%}", "0.040", "0.007"]
     assert dataclasses.replace(measured, seconds=None).flops_per_second is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 import kda
 from kda import backends
 from kda.golden import inputs
-from kda.operator import ARGUMENTS
+from kda.operator import CHUNK_ARGUMENTS, INPLACE_ARGUMENTS, RECURRENT_ARGUMENTS
 
 GRADIENTS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 
@@ -32,6 +33,11 @@ class WithoutBackward:
         with torch.no_grad():
             return _torch.chunk_kda(call)
 
+    def fused_recurrent_kda(self, call: Any) -> tuple[Tensor, Tensor | None]:
+        assert not torch.is_grad_enabled() or not call.q.requires_grad
+        with torch.no_grad():
+            return _torch.fused_recurrent_kda(call)
+
 
 _torch = backends.load("torch")
 
@@ -40,9 +46,9 @@ def _leaves(call: dict[str, Any]) -> dict[str, Any]:
     return {n: x.clone().requires_grad_() if n in GRADIENTS and x is not None else x for n, x in call.items()}
 
 
-def _gradients(call: dict[str, Any], backend: str) -> dict[str, Tensor]:
+def _gradients(operator: Callable[..., Any], call: dict[str, Any], backend: str) -> dict[str, Tensor]:
     call = _leaves(call)
-    o, state = kda.chunk_kda(**call, backend=backend)
+    o, state = operator(**call, backend=backend)
     loss = (o * torch.linspace(-1, 1, o.numel()).view(o.shape)).sum()
     (loss if state is None else loss + state.square().sum()).backward()
     return {name: call[name].grad for name in GRADIENTS if isinstance(call.get(name), Tensor)}
@@ -50,13 +56,14 @@ def _gradients(call: dict[str, Any], backend: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("options", [{"lengths": [3, 0, 67]}, {"lower_bound": -5.0}])
 @pytest.mark.parametrize("output_final_state", [True, False])
-def test_a_backend_without_backward_gets_torchs_gradient(monkeypatch, options, output_final_state):
+@pytest.mark.parametrize("operator", [kda.chunk_kda, kda.fused_recurrent_kda])
+def test_a_backend_without_backward_gets_torchs_gradient(monkeypatch, options, output_final_state, operator):
     load = backends.load
     monkeypatch.setattr(backends, "load", lambda name: WithoutBackward() if name == "tilelang" else load(name))
     call = inputs.raw(1, 70, 2, 16, 8, 4, dtype=torch.float32, initial_state=True, **options)
     call["output_final_state"] = output_final_state
     monkeypatch.setattr(backends, "unusable", lambda name: [])
-    expected, actual = _gradients(call, "torch"), _gradients(call, "tilelang")
+    expected, actual = (_gradients(operator, call, backend) for backend in ("torch", "tilelang"))
     assert set(actual) == set(GRADIENTS)
     for name, gradient in expected.items():
         assert gradient.any(), name
@@ -74,7 +81,8 @@ def test_only_the_gradients_asked_for_are_computed(monkeypatch):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_compiles_as_one_graph(packed):
+@pytest.mark.parametrize("operator", ["chunk_kda", "fused_recurrent_kda"])
+def test_compiles_as_one_graph(packed, operator):
     call = inputs.raw(1, 40, 1, 16, dtype=torch.float32, lengths=[15, 25] if packed else None)
     if packed:  # rank 3 in, rank 3 out
         call |= {name: call[name][0] for name in ("q", "k", "v", "g", "beta")}
@@ -85,32 +93,55 @@ def test_compiles_as_one_graph(packed):
         return graph.forward
 
     def layer(q: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
-        o, state = kda.chunk_kda(2 * q, **rest, backend="torch")
+        o, state = getattr(kda, operator)(2 * q, **rest, backend="torch")
         return o + 1, state
 
     call_without_q = {name: x for name, x in call.items() if name != "q"}
     o, state = torch.compile(layer, fullgraph=True, backend=count)(call["q"], **call_without_q)
     expected_o, expected_state = layer(call["q"], **call_without_q)
     assert len(graphs) == 1
-    assert any("kda.chunk_kda" in str(node.target) for node in graphs[0].graph.nodes)
+    assert any(f"kda.{operator}" in str(node.target) for node in graphs[0].graph.nodes)
     torch.testing.assert_close(o, expected_o, rtol=0, atol=0)
     torch.testing.assert_close(state, expected_state, rtol=0, atol=0)
+
+
+FLAGS = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+
+
+def _opcheck(operator: Any, arguments: dict[str, str], call: dict[str, Any]) -> None:
+    """The schema, the fake implementation and the gradient agree with what the operator does."""
+    defaults = dict.fromkeys(FLAGS, False) | {"backend": "torch"}
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(operator, tuple(call.get(n, defaults.get(n)) for n in arguments), test_utils=tests)
 
 
 @pytest.mark.parametrize("output_final_state", [True, False])
 @pytest.mark.parametrize("state_v_first", [True, False])
 def test_opcheck(output_final_state, state_v_first):
-    """The schema, the fake implementation and the gradient agree with what the operator does."""
     sizes = {"dtype": torch.float32, "initial_state": True, "state_v_first": state_v_first}
-    call = _leaves(inputs.stable(1, 20, 1, 16, 8, 2, **sizes))
-    call["output_final_state"] = output_final_state
-    flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
-    defaults = dict.fromkeys(flags, False) | {"backend": "torch"}
-    torch.library.opcheck(
-        torch.ops.kda.chunk_kda.default,
-        tuple(call.get(name, defaults.get(name)) for name in ARGUMENTS),
-        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-    )
+    call = _leaves(inputs.stable(1, 20, 1, 16, 8, 2, **sizes)) | {"output_final_state": output_final_state}
+    _opcheck(torch.ops.kda.chunk_kda.default, CHUNK_ARGUMENTS, call)
+    _opcheck(torch.ops.kda.fused_recurrent_kda.default, RECURRENT_ARGUMENTS, call)
+
+
+@pytest.mark.parametrize("indices", [[3, 1], [[3, 2], [1, 4]]])
+def test_opcheck_of_pools(indices):
+    call = inputs.stable(2, 2, 1, 16, 8, 2, dtype=torch.float32) | {"ssm_state_indices": torch.tensor(indices)}
+    call["initial_state"] = torch.randn(5, 2, 8, 16)
+    _opcheck(torch.ops.kda.fused_recurrent_kda.default, RECURRENT_ARGUMENTS, call)
+    _opcheck(torch.ops.kda.fused_recurrent_kda_.default, INPLACE_ARGUMENTS, call)
+
+
+def test_a_pool_is_written_in_place_when_compiled():
+    call = inputs.stable(2, 1, 1, 16, dtype=torch.float32)
+    pool = torch.randn(4, 1, 16, 16)
+    keywords = {"ssm_state_indices": torch.tensor([3, 1]), "inplace_final_state": True, "backend": "torch"}
+    plain, compiled = pool.clone(), pool.clone()
+    o, _ = kda.fused_recurrent_kda(**call | {"initial_state": plain}, **keywords)
+    step = torch.compile(lambda **c: kda.fused_recurrent_kda(**c, **keywords), fullgraph=True, backend="aot_eager")
+    compiled_o, returned = step(**call | {"initial_state": compiled})
+    assert torch.equal(compiled_o, o) and torch.equal(compiled, plain) and not torch.equal(plain, pool)
+    assert torch.equal(returned, plain)
 
 
 def test_bad_arguments_are_named_while_compiling():

@@ -36,8 +36,6 @@ def test_all_reasons_come_at_once(emulate):
         kda.chunk_kda(**call, backend="tilelang")
     for reason in ("K must be 64 or 128, got 16", "V must be 64 or 128, got 32", "got float64"):
         assert reason in str(refusal.value)
-    with pytest.raises(NotImplementedError, match="no kernel for decoding"):
-        kda.fused_recurrent_kda(**inputs.stable(1, 1, 1), backend="tilelang")
 
 
 def test_other_gpus_are_refused(monkeypatch):
@@ -51,7 +49,7 @@ def test_other_gpus_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "id", ["V0", "LAYOUT", "GVA", "EMPTY", "PADDING", "POISON", "STRIDES", "ALIAS", "GMIX", "SOFTPLUS"]
+    "id", ["V0", "LAYOUT", "GVA", "EMPTY", "PADDING", "POISON", "STRIDES", "ALIAS", "GMIX", "SOFTPLUS", "DECODE"]
 )
 def test_gates(emulate, id):
     result = run_case(CASES[id], "tilelang", "cpu", torch.bfloat16)

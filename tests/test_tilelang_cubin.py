@@ -17,6 +17,7 @@ pytest.importorskip("tilelang")
 from kda.backends.tilelang.build import HOPPER, compile_kernel
 from kda.backends.tilelang.chunk_delta_h import chunk_delta_h
 from kda.backends.tilelang.chunk_o import chunk_o
+from kda.backends.tilelang.fused_recurrent import fused_recurrent
 from kda.backends.tilelang.plan import plan
 from kda.backends.tilelang.prepare_hopper import prepare as prepare_hopper
 from kda.backends.tilelang.recurrence import recurrence
@@ -39,6 +40,16 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "recurrence, 32 columns, packed": (recurrence, SHAPE | STATES | {"varlen": True}),
     "chunk_delta_h": (chunk_delta_h, SHAPE | STATES),
     "chunk_o": (chunk_o, SHAPE),
+    "fused_recurrent": (
+        fused_recurrent,
+        SHAPE | RAW | PRODUCTION | {"has_initial_state": True, "inplace": True, "slot_dtype": "int32"},
+    ),
+    "fused_recurrent, drafts, K first, with gaps": (
+        fused_recurrent,
+        SHAPE | RAW | {"cu_dtype": "int32", "has_initial_state": True, "inplace": True, "gaps": True, "block_V": 16,
+                       "state_v_first": False, "slot_dtype": "int64", "slots_per_token": True,
+                       "accepted_dtype": "int64"},
+    ),
 }
 SPILL_BYTES = {"prepare, bounded gate": 0, "prepare, log decay, packed, fp16": 64}
 """Bound on stores and loads of spilled registers, 0 for every kernel that is not named."""

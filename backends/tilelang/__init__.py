@@ -14,9 +14,10 @@ import torch
 from kda.backends.call import KdaCall
 
 from .build import HOPPER, target_for
+from .decode import fused_recurrent_kda
 from .launch import chunk_kda, stages
 
-__all__ = ["about", "chunk_kda", "differentiable", "refuses", "stages", "unusable"]
+__all__ = ["about", "chunk_kda", "differentiable", "fused_recurrent_kda", "refuses", "stages", "unusable"]
 
 about = (
     "TileLang kernels; gradients are torch's, computed anew. The tile-level kernels are executed on the CPU by the "
@@ -40,8 +41,6 @@ def unusable() -> list[str]:
 def refuses(call: KdaCall) -> list[str]:
     """Every reason why the kernels cannot take the call."""
     reasons = []
-    if call.op != "chunk_kda":
-        reasons.append("it has no kernel for decoding yet")
     device = call.q.device.type
     if device != "cuda" and not (device == "cpu" and _emulating()):
         reasons.append(f"its tensors must be on cuda, got {device}")

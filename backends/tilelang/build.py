@@ -57,12 +57,12 @@ def config(call: KdaCall) -> Config:
     target = target_for(call.q.device)
     dtypes = [call.q.dtype, call.g.dtype, call.beta.dtype] if target != CPU else [torch.float32] * 3
     return Config(
-        target, call.H, call.HV, call.K, call.V, *map(_name, dtypes),
-        None if call.cu_seqlens is None else _name(call.cu_seqlens.dtype),
+        target, call.H, call.HV, call.K, call.V, *map(dtype_name, dtypes),
+        None if call.cu_seqlens is None else dtype_name(call.cu_seqlens.dtype),
         call.use_qk_l2norm_in_kernel, call.use_gate_in_kernel, call.lower_bound is not None,
         call.use_beta_sigmoid_in_kernel, call.allow_neg_eigval,
         call.state_v_first, call.initial_state is not None, call.output_final_state,
-        32 if target == CPU else _block_V(call.N * call.HV, call.V, _processors(call.q.device)),
+        32 if target == CPU else _block_V(call.N * call.HV, call.V, processors(call.q.device)),
     )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def _block_V(states: int, V: int, processors: int) -> int:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -89,7 +89,7 @@ def target_for(device: torch.device) -> str:
 
 
 @functools.cache
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -140,6 +140,7 @@ class Kernels:
         )  # fmt: skip
 
 
+@functools.cache
 def build(target: str, builder: str, **parameters: Any) -> Callable[..., None]:
     """The kernel that `builder`, a function in a file of this folder, makes of the parameters."""
     if target == CPU:

@@ -79,8 +79,8 @@ def _form(call: KdaCall) -> Form:
 
 def _prepare(call: KdaCall) -> Prepared:
     form = _form(call)
-    q, k, v = _rows(call.q, form.dtype), _rows(call.k, form.dtype), _rows(call.v, form.dtype)
-    g, beta = _rows(call.g, form.g_dtype), _rows(call.beta, form.beta_dtype)
+    q, k, v = rows(call.q, form.dtype), rows(call.k, form.dtype), rows(call.v, form.dtype)
+    g, beta = rows(call.g, form.g_dtype), rows(call.beta, form.beta_dtype)
     o = torch.empty_like(v)
     if call.cu_seqlens is None:
         sequences = owners = (call.T,)
@@ -91,11 +91,11 @@ def _prepare(call: KdaCall) -> Prepared:
         sequences, owners = (cu_seqlens,), (cu_seqlens, slot_seq)
     table = q.new_empty(form.slots, call.HV, CHUNK_SIZE, form.width)
     decay = q.new_empty(form.slots, call.HV, call.K, dtype=torch.float32)
-    form.kernels.prepare(q, k, v, g, beta, *_gate(call), call.scale, *owners, table, decay)
+    form.kernels.prepare(q, k, v, g, beta, *gate(call), call.scale, *owners, table, decay)
     return Prepared(form, o, table, decay, sequences)
 
 
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Contiguous and aligned as wide loads and TMA need it."""
     if x.dtype != dtype:
         x = x.to(dtype)
@@ -106,7 +106,7 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x
 
 
-def _gate(call: KdaCall) -> tuple[Any, ...]:
+def gate(call: KdaCall) -> tuple[Any, ...]:
     if not call.use_gate_in_kernel:
         return ()
     A_log = _zeros(call.HV, 1, call.q.device)[:, 0] if call.A_log is None else call.A_log.contiguous()

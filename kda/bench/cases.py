@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from kda.golden.constants import CHUNK_SIZE as CHUNK
 
 LOWER_BOUND = -5.0
 BYTES_FORMULA = "T·H·(3K + 2V + 1)·b + 8·N·H·K·V + 4·H·(K + 1), and 8·(N + 1) for cu_seqlens"
+RECURRENT_FLOPS_FORMULA = "per token and head: 7·K·V (decoding)"
 BYTES_MEANING = (
     "each input and output once: q, k, g, v, o, beta of b = 2 bytes; fp32 states in and out; A_log and dt_bias"
 )
@@ -34,6 +35,13 @@ class Case:
     K: int = 128
     V: int = 128
 
+    operator: ClassVar[str] = "chunk_kda"
+
+    @property
+    def packed(self) -> bool:
+        """Are there cu_seqlens?"""
+        return len(self.lengths) > 1
+
     @property
     def tokens(self) -> int:
         return sum(self.lengths)
@@ -42,8 +50,8 @@ class Case:
     def moved_bytes(self) -> int:
         """Ideal traffic, by `BYTES_FORMULA`."""
         T, N, H, K, V = self.tokens, len(self.lengths), self.H, self.K, self.V
-        packed = 8 * (N + 1) if N > 1 else 0
-        return T * H * (3 * K + 2 * V + 1) * 2 + 8 * N * H * K * V + 4 * H * (K + 1) + packed
+        bounds = 8 * (N + 1) if self.packed else 0
+        return T * H * (3 * K + 2 * V + 1) * 2 + 8 * N * H * K * V + 4 * H * (K + 1) + bounds
 
     @property
     def flops(self) -> float:
@@ -58,28 +66,46 @@ class Case:
         return dataclasses.replace(self, H=max(1, self.H // 16), lengths=lengths)
 
     def inputs(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
-        """Arguments of `chunk_kda` in production form, drawn on the device: the CPU would take minutes at these sizes.
+        """Arguments of the operator in production form, drawn on the device: the CPU would take minutes at these sizes.
 
         q, k, v, raw gate and beta logits ~ N(0, 1) in `dtype`, `[1, T, H, ...]`; A_log = log U(1, 16) `[H]`, dt_bias
-        `[H * K]` and the initial states `[N, H, V, K]` fp32; cu_seqlens int64 where there are several sequences.
+        `[H * K]` and the initial states `[N, H, V, K]` fp32; cu_seqlens int64 where several sequences are packed.
         """
         generator = torch.Generator(device).manual_seed(seed)
-        T, N, H, K, V = self.tokens, len(self.lengths), self.H, self.K, self.V
+        N, H, K, V = len(self.lengths), self.H, self.K, self.V
+        B = 1 if self.packed else N
+        T = self.tokens // B
 
         def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
         ends = torch.tensor((0, *self.lengths), device=device).cumsum(0)
         return {
-            "q": normal(1, T, H, K), "k": normal(1, T, H, K), "v": normal(1, T, H, V),
-            "g": normal(1, T, H, K), "beta": normal(1, T, H),
+            "q": normal(B, T, H, K), "k": normal(B, T, H, K), "v": normal(B, T, H, V),
+            "g": normal(B, T, H, K), "beta": normal(B, T, H),
             "initial_state": normal(N, H, V, K, dtype=torch.float32) * 0.1,
             "A_log": torch.empty(H, device=device).uniform_(1.0, 16.0, generator=generator).log(),
             "dt_bias": normal(H * K, dtype=torch.float32) - 4.0,
-            "cu_seqlens": ends if N > 1 else None,
+            "cu_seqlens": ends if self.packed else None,
             "lower_bound": LOWER_BOUND, "output_final_state": True, "state_v_first": True,
             "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
         }  # fmt: skip
+
+
+class Decode(Case):
+    """A decoding step: a batch of equally many tokens, one or a few drafted ones, for each of many sequences."""
+
+    operator = "fused_recurrent_kda"
+    packed = False
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the recurrence, by `RECURRENT_FLOPS_FORMULA`."""
+        return 7.0 * self.tokens * self.H * self.K * self.V
+
+    def scaled_down(self) -> Decode:
+        """A version for a CPU: a 16th of the heads and of the sequences, at least one of each."""
+        return dataclasses.replace(self, H=max(1, self.H // 16), lengths=self.lengths[: -(-len(self.lengths) // 16)])
 
 
 MIXED = (1300, 547, 2048, 963, 271, 3063)
@@ -92,9 +118,11 @@ CASES: dict[str, Case] = {
         Case("H32-T32768", 32, (32768,)),
         Case("H8-T65536", 8, (65536,)),
         *(Case(f"T{T}", 32, (T,)) for T in (64, 128, 256, 512, 1024, 2048)),
+        *(Decode(f"B{B}", 32, (1,) * B) for B in (1, 16, 64, 256)),
+        *(Decode(f"B{B}-draft4", 32, (4,) * B) for B in (1, 16, 64, 256)),
     )
 }
 HOST_CASE = "T64"
 """The case whose host time is taken: short, so that the device never makes the host wait."""
-PEER_CASES = ("H96", "H32", HOST_CASE)
+PEER_CASES = ("H96", "H32", HOST_CASE, *(id for id, case in CASES.items() if isinstance(case, Decode)))
 """Where peers run unless cases are named: two head counts, as FLA tunes itself for minutes at each new one."""

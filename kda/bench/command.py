@@ -20,7 +20,7 @@ from rich.table import Table
 import kda
 from kda import backends
 from kda.bench import cases, measure
-from kda.bench.cases import CASES, HOST_CASE, PEER_CASES, Case
+from kda.bench.cases import CASES, HOST_CASE, PEER_CASES, Case, Decode
 from kda.bench.measure import Ceilings, Measurement
 from kda.info import devices, versions
 
@@ -57,10 +57,10 @@ def run(args: argparse.Namespace) -> int:
     say(f"backend {backend}, {args.dtype}, on {about}")
     if args.device == "cpu":
         say(SCALED)
-    peer = _peer(say) if args.peers else None
+    peers = _peer(say) if args.peers else {}
     best = measure.ceilings(device, dtype)
     say(f"copy {best.copy / 1e9:.0f} GB/s (read plus written), matmul {best.matmul / 1e12:.4g} TFLOP/s, both measured")
-    measurements = _run_all(console, args, backend, peer)
+    measurements = _run_all(console, args, backend, peers)
     _show(console, measurements, best)
     if args.json:
         args.json.write_text(json.dumps(_as_json(args, backend, about, measurements, best), indent=1) + "\n")
@@ -89,21 +89,21 @@ def _problem(args: argparse.Namespace, backend: str) -> str | None:
     return f"backend {backend} cannot be used: {'; '.join(reasons)}" if reasons else None
 
 
-def _peer(say: Callable[[str], None]) -> Callable[..., Any] | None:
-    """flash-linear-attention's operator in the form that bounded gates allow; None, and a word, where it is missing."""
+def _peer(say: Callable[[str], None]) -> dict[str, Callable[..., Any]]:
+    """flash-linear-attention's operators, as bounded gates allow them; none, and a word, where it is missing."""
     try:
         fla, ops = importlib.import_module("fla"), importlib.import_module("fla.ops.kda")
     except ImportError as error:
         say(f"--peers: flash-linear-attention is not installed here ({error}); going on without it")
-        return None
+        return {}
     say(f"peer: flash-linear-attention {fla.__version__}, safe_gate=True")
-    return functools.partial(ops.chunk_kda, safe_gate=True)
+    recurrent = ops.fused_recurrent_kda
+    return {"chunk_kda": functools.partial(ops.chunk_kda, safe_gate=True), "fused_recurrent_kda": recurrent}
 
 
 def _run_all(
-    console: Console, args: argparse.Namespace, backend: str, peer: Callable[..., Any] | None
+    console: Console, args: argparse.Namespace, backend: str, peers: dict[str, Callable[..., Any]]
 ) -> list[Measurement]:
-    ours = functools.partial(kda.chunk_kda, backend=backend)
     device, chosen = torch.device(args.device), args.cases or list(CASES)
     columns = TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     found = []
@@ -113,12 +113,14 @@ def _run_all(
             progress.update(task, description=id)
             case = CASES[id] if args.device == "cuda" else CASES[id].scaled_down()
             inputs = case.inputs(device, DTYPES[args.dtype])
-            operators = {"kda": ours, "fla": peer if args.cases or id in PEER_CASES else None}
+            operators = {"kda": functools.partial(getattr(kda, case.operator), backend=backend)}
+            if case.operator in peers and (args.cases or id in PEER_CASES):
+                operators["fla"] = peers[case.operator]
+            on_device, decode = args.device == "cuda", isinstance(case, Decode)
             for name, operator in operators.items():
-                if operator:
-                    call = functools.partial(operator, **inputs)
-                    host = id == HOST_CASE and args.device == "cuda"
-                    found.append(measure.measure(case, name, call, device, host=host))
+                call = functools.partial(operator, **inputs)
+                host = on_device and (decode or id == HOST_CASE)
+                found.append(measure.measure(case, name, call, device, host=host, graph=on_device and decode))
             progress.advance(task)
     return found
 
@@ -127,17 +129,17 @@ def _show(console: Console, measurements: list[Measurement], best: Ceilings) -> 
     table = Table(box=None)
     for column in ("case", "operator", "H", "T"):
         table.add_column(column)
-    for column in ("ms", "MB", "GB/s", "of copy", "GFLOP", "TFLOP/s", "of matmul", "host ms"):
+    for column in ("ms", "MB", "GB/s", "of copy", "GFLOP", "TFLOP/s", "of matmul", "host ms", "graph ms"):
         table.add_column(column, justify="right")
     for m in measurements:
-        case, figures = m.case, ["failed", *[""] * 7]
+        case, figures = m.case, ["failed", *[""] * 8]
         if m.seconds:
             of_copy, of_matmul = m.bytes_per_second / best.copy, m.flops_per_second / best.matmul
             figures = [
                 f"{m.seconds * 1e3:.3f}",
                 f"{case.moved_bytes / 1e6:.1f}", f"{m.bytes_per_second / 1e9:.4g}", f"{of_copy:.1%}",
                 f"{case.flops / 1e9:.2f}", f"{m.flops_per_second / 1e12:.4g}", f"{of_matmul:.1%}",
-                "" if m.host_seconds is None else f"{m.host_seconds * 1e3:.3f}",
+                *("" if s is None else f"{s * 1e3:.3f}" for s in (m.host_seconds, m.graph_seconds)),
             ]  # fmt: skip
         table.add_row(case.id, m.operator, str(case.H), _lengths(case), *figures)
     console.print(table)
@@ -146,7 +148,8 @@ def _show(console: Console, measurements: list[Measurement], best: Ceilings) -> 
             console.print(f"{m.case.id}, {m.operator}: {m.error}", markup=False, soft_wrap=True)
     note = functools.partial(console.print, markup=False, soft_wrap=True)
     note(f"bytes: {cases.BYTES_FORMULA} ({cases.BYTES_MEANING})")
-    note(f"FLOP, {cases.FLOPS_FORMULA} ({cases.FLOPS_MEANING})")
+    note(f"FLOP, {cases.FLOPS_FORMULA} ({cases.FLOPS_MEANING}); {cases.RECURRENT_FLOPS_FORMULA}")
+    note(f"graph ms: of one call where a CUDA graph replays {measure.STEPS}")
 
 
 def _lengths(case: Case) -> str:
@@ -161,12 +164,14 @@ def _as_json(args: argparse.Namespace, backend: str, about: str, found: list[Mea
         "dtype": args.dtype, "scaled_down": args.device == "cpu",
         "copy_bytes_per_second": best.copy, "matmul_flops_per_second": best.matmul,
         "bytes_formula": cases.BYTES_FORMULA, "flops_formula": cases.FLOPS_FORMULA,
+        "recurrent_flops_formula": cases.RECURRENT_FLOPS_FORMULA,
         "runs": measure.RUNS if args.device == "cuda" else measure.CPU_RUNS, "host_runs": measure.HOST_RUNS,
         "measurements": [
             {
                 "case": m.case.id, "operator": m.operator, "H": m.case.H, "lengths": m.case.lengths,
                 "K": m.case.K, "V": m.case.V, "bytes": m.case.moved_bytes, "flops": m.case.flops,
-                "seconds": m.seconds, "host_seconds": m.host_seconds, "error": m.error,
+                "seconds": m.seconds, "host_seconds": m.host_seconds, "graph_seconds": m.graph_seconds,
+                "error": m.error,
                 "bytes_per_second": m.bytes_per_second, "share_of_copy": m.seconds and m.bytes_per_second / best.copy,
                 "flops_per_second": m.flops_per_second,
                 "share_of_matmul": m.seconds and m.flops_per_second / best.matmul,

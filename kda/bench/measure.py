@@ -12,6 +12,8 @@ import torch
 from kda.bench.cases import Case
 
 WARM_UP, RUNS, HOST_RUNS = 10, 50, 200
+STEPS = 20
+"""Calls in the CUDA graph whose replay is timed."""
 CPU_RUNS = 3
 
 
@@ -31,6 +33,7 @@ class Measurement:
     operator: str
     seconds: float | None = None  # median
     host_seconds: float | None = None  # median, until the call returns
+    graph_seconds: float | None = None  # median, as one of many calls in a CUDA graph
     error: str = ""
 
     @property
@@ -42,11 +45,17 @@ class Measurement:
         return self.seconds and self.case.flops / self.seconds
 
 
-def measure(case: Case, operator: str, call: Callable[[], object], device: torch.device, *, host: bool) -> Measurement:
-    """Time a call, its host time too if `host`; an operator that refuses or fails makes a measurement that says so."""
+def measure(
+    case: Case, operator: str, call: Callable[[], object], device: torch.device, *, host: bool, graph: bool
+) -> Measurement:
+    """Time a call, its host time and its share of a CUDA graph too if asked for; an operator that refuses or fails
+    makes a measurement that says so."""
     try:
         with torch.no_grad():
-            return Measurement(case, operator, median_seconds(call, device), host_seconds(call) if host else None)
+            seconds = median_seconds(call, device)
+            return Measurement(
+                case, operator, seconds, host_seconds(call) if host else None, graph_seconds(call) if graph else None
+            )
     except Exception as error:  # one operator's failure must not cost the other rows
         return Measurement(case, operator, error=f"{type(error).__name__}: {error}")
 
@@ -79,6 +88,15 @@ def host_seconds(call: Callable[[], object]) -> float:
         torch.cuda.synchronize()
         times.append(_timed(call))
     return statistics.median(times)
+
+
+def graph_seconds(call: Callable[[], object]) -> float:
+    """Median time of one of `STEPS` calls that a CUDA graph replays."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(STEPS):
+            call()
+    return median_seconds(graph.replay, torch.device("cuda")) / STEPS
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:

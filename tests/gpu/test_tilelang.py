@@ -8,24 +8,31 @@ from typing import Any
 
 import pytest
 import torch
+from decode_calls import CALLS, check
 
 import kda
 from kda.backends.tilelang import build, launch
 from kda.gates.case import run_case
-from kda.gates.command import CASES
+from kda.gates.command import CASES as GATES
 from kda.golden import inputs, recurrent_kda_golden, rel_rmse
 from kda.normalise import normalise
 
-FAST = [id for id, case in CASES.items() if not case.slow]
+FAST = [id for id, case in GATES.items() if not case.slow]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("id", FAST)
 def test_gate(id: str, dtype: torch.dtype) -> None:
-    result = run_case(CASES[id], "tilelang", "cuda", dtype)
+    result = run_case(GATES[id], "tilelang", "cuda", dtype)
     if result.outcome == "refused":
         pytest.skip(result.reason)
     assert result.outcome == "passed", (result.reason, [f.text for f in result.findings if not f.ok])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", CALLS)
+def test_decode(name: str, dtype: torch.dtype) -> None:
+    check(name, "tilelang", 5e-3, "cuda", dtype)
 
 
 def test_30_runs_give_one_set_of_bits() -> None:

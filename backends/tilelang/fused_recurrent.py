@@ -1,0 +1,268 @@
+"""fused_recurrent_kda in one kernel: token by token, the state in registers, and states in the slots of a pool.
+
+Per (sequence, value head, tile of V), token after token, with the tile of S [K, tile] fp32, a = exp(g) per channel and
+k, q as the norm leaves them:
+
+    r = (a k)ᵀ S      p = (a q)ᵀ S      delta = beta (v - r)      o = scale (p + (q · k) delta)      S <- a S + k deltaᵀ
+
+which is S <- diag(a) S; S <- S + beta k (v - kᵀ S)ᵀ; o = scale qᵀ S with the state read once for both products.
+
+in: q, k [B, T, H, K]   v [B, T, HV, V]   g [B, T, HV, K]   beta [B, T, HV]   A_log [HV], dt_bias [HV, K] fp32
+    initial_state fp32 [N, HV, V, K] ([.., K, V]), or a pool [slots, ...] with indices [N] or [N, S] and accepted [N]
+out: o [B, T, HV, V], every row: 0 for padding and for sequences that start from a null slot
+    states: into initial_state itself, or final_state fp32, a row per sequence, or per token with indices [N, S]
+
+Assumes that no slot is named twice, and bounds and indices in range; slots <= 0 are null and never touched.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+from kda.golden.constants import L2_NORM_EPS
+
+from .activation import LOG2E, log2_bounded_gate, log2_softplus_gate, sigmoid
+
+THREADS = 128
+ROW_THREADS = 8
+"""Threads that share a column of the state in V-first memory: with four channels each they read 128 bytes of it."""
+
+
+def state_fragment(block_V: int, K: int, state_v_first: bool) -> Any:
+    """Layout of the tile [block_V, K]: neighbours in memory are neighbours in a warp, four to a thread."""
+    if state_v_first:
+        columns = THREADS // ROW_THREADS  # columns of V at a time
+        channels = 4 * ROW_THREADS  # of K at a time
+        return T.Fragment(
+            (block_V, K),
+            forward_thread_fn=lambda i, j: i % columns * ROW_THREADS + j % channels // 4,
+            forward_index_fn=lambda i, j: (i // columns * (K // channels) + j // channels) * 4 + j % 4,
+        )
+    quads = block_V // 4
+    channels = THREADS // quads
+    return T.Fragment(
+        (block_V, K),
+        forward_thread_fn=lambda i, j: j % channels * quads + i // 4,
+        forward_index_fn=lambda i, j: j // channels * 4 + i % 4,
+    )
+
+
+def fused_recurrent(
+    *,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    dtype: str,
+    g_dtype: str,
+    beta_dtype: str,
+    cu_dtype: str | None = None,
+    use_qk_l2norm: bool = False,
+    use_gate: bool = False,
+    bounded_gate: bool = False,
+    use_beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    has_initial_state: bool = False,
+    has_final_state: bool = False,
+    inplace: bool = False,
+    gaps: bool = False,
+    slot_dtype: str | None = None,
+    slots_per_token: bool = False,
+    accepted_dtype: str | None = None,
+    block_V: int = 64,
+) -> Any:
+    """Kernel (q, k, v, g, beta, [A_log, dt_bias], [lower_bound], scale, cu_seqlens | seq_len,
+    [initial_state, quads | strides], [indices], [accepted], o, [final_state]).
+
+    A_log and dt_bias exist with `use_gate`, lower_bound (a float) with `bounded_gate` too; cu_seqlens [N + 1] with
+    `cu_dtype`, else seq_len (an int); indices with `slot_dtype`, [N, S] if `slots_per_token`; accepted with
+    `accepted_dtype`. `inplace` writes to initial_state. Its slots are dense, `quads` times four elements apart and
+    aligned to 16 bytes; with `gaps` they need not be, and its four strides stand in place of quads.
+    """
+    f32 = "float32"
+    varlen = cu_dtype is not None
+    tiles = V // block_V
+    B, L, N1, slots, S = T.dynamic("B, L, N1, slots, S")
+    sequences = N1 - 1 if varlen else B
+    state = (HV, V, K) if state_v_first else (HV, K, V)
+    a_log_t = T.Tensor((HV,), f32) if use_gate else None
+    dt_bias_t = T.Tensor((HV, K), f32) if use_gate else None
+    lower_bound_t = T.float32 if bounded_gate else None
+    cu_seqlens_t = T.Tensor((N1,), cu_dtype) if varlen else None
+    seq_len_t = None if varlen else T.int32
+    initial_state_t = None
+    if has_initial_state:
+        initial_state_t = T.StridedTensor((slots, *state), T.dynamic("s0, s1, s2, s3"), f32)
+    quads_t = T.int32 if has_initial_state and not gaps else None
+    stride_t = T.int64 if gaps else None
+    indices_t = None
+    if slot_dtype is not None:
+        indices_t = T.Tensor((sequences, S) if slots_per_token else (sequences,), slot_dtype)
+    accepted_t = None if accepted_dtype is None else T.Tensor((sequences,), accepted_dtype)
+    final_rows = B * L if slots_per_token else sequences
+    final_state_t = T.Tensor((final_rows, *state), f32) if has_final_state else None
+
+    @T.macro
+    def log2_decay(g: Any, bias: Any, A: Any, lower_bound: Any):
+        if bounded_gate:
+            return log2_bounded_gate(g, bias, A, lower_bound)
+        if use_gate:
+            return log2_softplus_gate(g, bias, A)
+        return LOG2E * g
+
+    @T.macro
+    def load(memory: Any, row: Any, hv: Any, column: Any, tile: Any):
+        for i, j in T.Parallel(block_V, K):
+            if state_v_first:
+                tile[i, j] = memory[row, hv, column + i, j]
+            else:
+                tile[i, j] = memory[row, hv, j, column + i]
+
+    @T.macro
+    def store(tile: Any, memory: Any, row: Any, hv: Any, column: Any):
+        for i, j in T.Parallel(block_V, K):
+            if state_v_first:
+                memory[row, hv, column + i, j] = tile[i, j]
+            else:
+                memory[row, hv, j, column + i] = tile[i, j]
+
+    @T.prim_func
+    def kda_fused_recurrent(
+        q: T.Tensor((B, L, H, K), dtype),
+        k: T.Tensor((B, L, H, K), dtype),
+        v: T.Tensor((B, L, HV, V), dtype),
+        g: T.Tensor((B, L, HV, K), g_dtype),
+        beta: T.Tensor((B, L, HV), beta_dtype),
+        A_log: a_log_t,
+        dt_bias: dt_bias_t,
+        lower_bound: lower_bound_t,
+        scale: T.float32,
+        cu_seqlens: cu_seqlens_t,
+        seq_len: seq_len_t,
+        initial_state: initial_state_t,
+        quads: quads_t,
+        slot_stride: stride_t,
+        head_stride: stride_t,
+        row_stride: stride_t,
+        column_stride: stride_t,
+        indices: indices_t,
+        accepted: accepted_t,
+        o: T.Tensor((B, L, HV, V), dtype),
+        final_state: final_state_t,
+    ):
+        if has_initial_state:
+            dense = (4 * quads, state[1] * state[2], state[2], 1) if not gaps else None
+            strides = (slot_stride, head_stride, row_stride, column_stride) if gaps else dense
+            initial_state = T.StridedTensor((slots, *state), strides, f32, data=initial_state.data)
+        # One more sequence than there are in the varlen form: the padding behind them.
+        with T.Kernel((N1 if varlen else B) * HV * tiles, threads=THREADS) as block:
+            column = block % tiles * block_V
+            hv = block // tiles % HV
+            n = block // tiles // HV
+            hk = hv // (HV // H)
+
+            batch = T.alloc_var("int32")
+            bos = T.alloc_var("int32")
+            length = T.alloc_var("int32")
+            start = T.alloc_var("int32")  # slot; a call without slots has rows instead, and none of them is null
+            if varlen:
+                batch = 0
+                bos = T.cast(cu_seqlens[n], "int32")
+                length = T.if_then_else(n < sequences, T.cast(cu_seqlens[T.min(n + 1, sequences)], "int32"), L) - bos
+            else:
+                batch = n
+                bos = 0
+                length = seq_len
+            start = n
+            if slot_dtype is not None:
+                start = 0
+            if n < sequences:
+                if slots_per_token:
+                    start = T.cast(
+                        indices[n, T.cast(accepted[n], "int32") - 1 if accepted_dtype is not None else 0], "int32"
+                    )
+                elif slot_dtype is not None:
+                    start = T.cast(indices[n], "int32")
+
+            tile = T.alloc_fragment((block_V, K), f32)
+            product = T.alloc_fragment((block_V, K), f32)
+            read_k = T.alloc_fragment((block_V,), f32)
+            read_q = T.alloc_fragment((block_V,), f32)
+            delta = T.alloc_fragment((block_V,), f32)
+            rows = T.alloc_fragment((3, K), f32)
+            sums = T.alloc_fragment((3,), f32)
+            a_s = T.alloc_shared((K,), f32)
+            k_s = T.alloc_shared((K,), f32)
+            q_s = T.alloc_shared((K,), f32)
+            sums_s = T.alloc_shared((3,), f32)
+            T.annotate_layout({x: state_fragment(block_V, K, state_v_first) for x in (tile, product)})
+
+            slot = T.alloc_var("int32")
+            b = T.alloc_var(f32)
+            if T.And(n < sequences, start >= (1 if slot_dtype is not None else 0)):
+                if has_initial_state:
+                    load(initial_state, start, hv, column, tile)
+                else:
+                    T.clear(tile)
+                A = T.exp2(LOG2E * A_log[hv]) if use_gate else 1.0
+                for t in T.serial(length):
+                    for j in T.Parallel(K):
+                        k_s[j] = T.cast(k[batch, bos + t, hk, j], f32)
+                        q_s[j] = T.cast(q[batch, bos + t, hk, j], f32)
+                        a_s[j] = T.exp2(
+                            log2_decay(
+                                T.cast(g[batch, bos + t, hv, j], f32),
+                                dt_bias[hv, j] if use_gate else 0.0,
+                                A,
+                                lower_bound,
+                            )
+                        )
+                    for x, j in T.Parallel(3, K):
+                        rows[x, j] = T.if_then_else(x == 1, q_s[j], k_s[j]) * T.if_then_else(x == 0, k_s[j], q_s[j])
+                    T.reduce_sum(rows, sums, dim=1)
+                    for x in T.Parallel(3):
+                        sums_s[x] = sums[x]
+                    for i, j in T.Parallel(block_V, K):
+                        product[i, j] = tile[i, j] * (a_s[j] * k_s[j])
+                    T.reduce_sum(product, read_k, dim=1)
+                    for i, j in T.Parallel(block_V, K):
+                        product[i, j] = tile[i, j] * (a_s[j] * q_s[j])
+                    T.reduce_sum(product, read_q, dim=1)
+                    # The norms join where a row meets nothing but numbers: kk, qq and qk are sums[0], [1] and [2].
+                    k_factor = T.rsqrt(sums_s[0] + L2_NORM_EPS) if use_qk_l2norm else 1.0
+                    q_factor = scale * (T.rsqrt(sums_s[1] + L2_NORM_EPS) if use_qk_l2norm else 1.0)
+                    b = T.cast(beta[batch, bos + t, hv], f32)
+                    if use_beta_sigmoid:
+                        b = (2.0 if allow_neg_eigval else 1.0) * sigmoid(b)
+                    for i in T.Parallel(block_V):
+                        delta[i] = (
+                            b * k_factor * (T.cast(v[batch, bos + t, hv, column + i], f32) - read_k[i] * k_factor)
+                        )
+                    for i in T.Parallel(block_V):
+                        o[batch, bos + t, hv, column + i] = q_factor * (read_q[i] + sums_s[2] * delta[i])
+                    for i, j in T.Parallel(block_V, K):
+                        tile[i, j] = tile[i, j] * a_s[j] + k_s[j] * delta[i]
+                    if slots_per_token and inplace:
+                        slot = T.cast(indices[n, t], "int32")
+                        if slot > 0:
+                            store(tile, initial_state, slot, hv, column)
+                    if slots_per_token and has_final_state:
+                        store(tile, final_state, batch * L + bos + t, hv, column)
+                if inplace and not slots_per_token:  # noqa: SIM102  (known when built, and the next when it runs)
+                    if length > 0:
+                        store(tile, initial_state, start, hv, column)
+                if has_final_state and not slots_per_token:
+                    store(tile, final_state, n, hv, column)
+            else:
+                T.clear(tile)
+                for t in T.serial(length):
+                    for i in T.Parallel(block_V):
+                        o[batch, bos + t, hv, column + i] = 0
+                    if slots_per_token and has_final_state:
+                        store(tile, final_state, batch * L + bos + t, hv, column)
+                if has_final_state and not slots_per_token:  # noqa: SIM102
+                    if n < sequences:
+                        store(tile, final_state, n, hv, column)
+
+    return kda_fused_recurrent

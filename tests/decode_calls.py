@@ -1,0 +1,109 @@
+"""The table of decoding calls that every backend answers alike: flags, layouts, packed lengths, pools, drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kda
+from kda.golden import inputs, recurrent_kda_golden, rel_rmse
+
+Call = dict[str, Any]
+
+LENGTHS = [3, 0, 2, 3, 1, 1]
+SLOTS = torch.tensor([[7, 3, 12], [9, 15, 2], [0, 5, 6], [4, 0, 10], [-1, 11, 13], [16, 17, 18]])
+"""Sequence 1 is empty; 2 and 4 start from null slots unless they have accepted a token more; 3 has one later on."""
+
+
+def _stable(*sizes: int, **options: Any) -> Call:
+    return inputs.stable(*sizes, dtype=torch.float32, **options)
+
+
+def _raw(*sizes: int, **options: Any) -> Call:
+    return inputs.raw(*sizes, dtype=torch.float32, **options)
+
+
+def _pooled(gap: int = 0, state_v_first: bool = True, **options: Any) -> Call:
+    """Six short sequences and padding over 19 slots of [2, 128, 64], of which slot 0 is NaN; rows `gap` apart."""
+    call = _stable(1, 12, 1, 64, 128, 2, lengths=LENGTHS, state_v_first=state_v_first)
+    rows, columns = (128, 64) if state_v_first else (64, 128)
+    buffer = torch.randn(19, 2, rows, columns + gap, generator=torch.Generator().manual_seed(1))
+    buffer[0] = torch.nan
+    return call | {"initial_state": buffer[..., :columns]} | options
+
+
+CALLS: dict[str, Callable[[], Call]] = {
+    "batch, GVA, V > K": lambda: _stable(3, 2, 1, 64, 128, 2, initial_state=True),
+    "packed, padded, no state": lambda: _stable(1, 9, 1, 64, lengths=[1, 0, 4]),
+    "K first": lambda: _stable(2, 2, 1, 128, 64, initial_state=True, state_v_first=False),
+    "strong gates": lambda: _stable(1, 30, 1, 64, gate="mixed", initial_state=True),
+    "norm, softplus gate, sigmoid": lambda: _raw(2, 3, 1, 64, initial_state=True),
+    "bounded gate, 2 sigmoid, int64": lambda: (
+        lambda call: call | {"cu_seqlens": call["cu_seqlens"].long()}
+    )(_raw(1, 5, 1, 64, lengths=[2, 3], lower_bound=-5.0, allow_neg_eigval=True)),
+    "in place": lambda: _stable(2, 2, 1, 64, initial_state=True) | {"inplace_final_state": True},
+    "slots": lambda: _pooled(ssm_state_indices=SLOTS[:, 0]),
+    "slots in place": lambda: _pooled(ssm_state_indices=SLOTS[:, 0].int(), inplace_final_state=True),
+    "slots in place, with gaps": lambda: _pooled(16, ssm_state_indices=SLOTS[:, 0], inplace_final_state=True),
+    "drafts": lambda: _pooled(ssm_state_indices=SLOTS),
+    "drafts in place, K first": lambda: _pooled(
+        state_v_first=False, ssm_state_indices=SLOTS.int(), inplace_final_state=True
+    ),
+    "accepted drafts in place, with gaps": lambda: _pooled(
+        3, ssm_state_indices=SLOTS, num_accepted_tokens=torch.tensor([3, 1, 2, 1, 1, 3]), inplace_final_state=True
+    ),
+    "accepted drafts": lambda: _pooled(
+        ssm_state_indices=SLOTS.int(), num_accepted_tokens=torch.tensor([3, 1, 2, 1, 2, 3], dtype=torch.int32)
+    ),
+}  # fmt: skip
+
+
+def check(name: str, backend: str, limit: float, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    """Hold `backend` to the fp64 recurrence on the call `name`: o and states; what it must not touch keeps its bits."""
+    call = {key: _placed(x, device, dtype if key in ("q", "k", "v") else None) for key, x in CALLS[name]().items()}
+    expected_o, expected = recurrent_kda_golden(**call)
+    assert expected_o.any() and expected.nan_to_num().any()
+    pool = call.get("initial_state")
+    before = None if pool is None else _storage(pool).clone()
+    o, states = kda.fused_recurrent_kda(**call, backend=backend)
+    assert o.dtype == dtype and states.dtype == torch.float32
+    assert not o[expected_o == 0].any(), "padding and null sequences"
+    assert rel_rmse(o, expected_o) <= limit
+    named = call.get("ssm_state_indices")
+    if call.get("inplace_final_state"):
+        assert states is pool
+        assert rel_rmse(pool.nan_to_num(), expected.nan_to_num()) <= limit
+        written = torch.ones(len(pool), dtype=torch.bool, device=device) if named is None else _named(pool, named)
+        was = before.as_strided(pool.shape, pool.stride())
+        assert same_bits(pool[~written], was[~written]), "slots that are not named"
+        pool.copy_(was)
+        assert same_bits(_storage(pool), before), "memory between the slots"
+    else:
+        assert rel_rmse(states, expected) <= limit
+        assert pool is None or same_bits(_storage(pool), before), "a pool that is only read"
+
+
+def _named(pool: Tensor, indices: Tensor) -> Tensor:
+    """Which slots of the pool the indices name."""
+    named = torch.zeros(len(pool), dtype=torch.bool, device=pool.device)
+    named[indices[indices > 0].long()] = True
+    return named
+
+
+def _placed(x: Any, device: str, dtype: torch.dtype | None) -> Any:
+    """x on the device, strides and the memory between them included."""
+    if not isinstance(x, Tensor):
+        return x
+    return _storage(x).clone().to(device=device, dtype=dtype).as_strided(x.shape, x.stride())
+
+
+def _storage(x: Tensor) -> Tensor:
+    """All of the memory that x is a view of, flat."""
+    return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
