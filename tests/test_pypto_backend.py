@@ -17,7 +17,8 @@ import kda
 from kda import backends, golden
 from kda.backends import pypto as pypto_backend
 from kda.backends.pypto import calculator, constants, detect
-from kda.gates.command import CASES
+from kda.gates import command
+from kda.gates.case import CASES, run_case
 from kda.golden import inputs
 from kda.golden.constants import SUB_BLOCK
 from kda.normalise import normalise
@@ -235,10 +236,19 @@ def test_decay_sums_meet_at_the_borders():
 @in_its_own_process
 def test_gates(ids: str) -> None:
     for id in ids.split():
-        from kda.gates.case import run_case
-
         result = run_case(CASES[id], "pypto", "cpu", torch.bfloat16)
         assert result.outcome == "passed", (id, result.reason, [f.text for f in result.findings if not f.ok])
+
+
+def test_the_gates_take_the_npu_that_pyptos_variable_names(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: SimpleNamespace(type="npu"))
+    monkeypatch.delenv("KDA_EMULATE", raising=False)
+    monkeypatch.delenv("TILE_FWK_DEVICE_ID", raising=False)
+    assert command._default_device() == "npu:0"
+    monkeypatch.setenv("TILE_FWK_DEVICE_ID", "3")
+    assert command._default_device() == "npu:3"
+    monkeypatch.setenv("KDA_EMULATE", "1")
+    assert command._default_device() == "cpu"
 
 
 @in_its_own_process
@@ -264,9 +274,7 @@ def test_inputs_keep_their_bits() -> None:
 @pytest.mark.npu
 @pytest.mark.parametrize("id", [id for id, case in CASES.items() if not case.slow])
 def test_gates_on_an_npu(id: str) -> None:
-    from kda.gates.case import run_case
-
     if reasons := backends.unusable("pypto"):
         pytest.skip("; ".join(reasons))
-    result = run_case(CASES[id], "pypto", "npu", torch.bfloat16)
+    result = run_case(CASES[id], "pypto", command._default_device(), torch.bfloat16)
     assert result.outcome in ("passed", "skipped"), (result.reason, [f.text for f in result.findings if not f.ok])

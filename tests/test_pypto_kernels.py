@@ -180,9 +180,10 @@ def test_drafts(gap: int) -> None:
     call = inputs.stable(1, 7, 1, lengths=[3, 1, 0, 3], dtype=torch.float32)
     buffer = torch.randn(11, 1, 128, 128 + gap, generator=torch.Generator().manual_seed(0))
     before, pool = buffer.clone(), buffer[..., :128]
-    slots = torch.tensor([[1, 2, 3], [4, 5, 5], [6, 7, 8], [9, 0, 10]], dtype=torch.int32)
+    # Past the end of a sequence stand slots of another one, as in a batch that an engine uses again.
+    slots = torch.tensor([[1, 2, 3], [4, 2, 2], [6, 7, 8], [9, 0, 10]], dtype=torch.int32)
     call |= {"initial_state": pool, "ssm_state_indices": slots}
-    for accepted in (None, torch.tensor([3, 2, 1, 3], dtype=torch.int32)):
+    for accepted in (None, torch.tensor([3, 1, 1, 3], dtype=torch.int32)):
         buffer.copy_(before)
         call["num_accepted_tokens"] = accepted
         expected_o, expected = golden.recurrent_kda_golden(**call)

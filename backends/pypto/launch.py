@@ -57,13 +57,14 @@ def output(call: KdaCall) -> Tensor:
 def rows(call: KdaCall) -> list[Tensor]:
     """q, k, v, g, beta as `[B * T, heads, dim]`, then the gate's rate exp(A_log) and bias `[HV, K]`."""
     tensors = [x.contiguous().flatten(0, 1) for x in (call.q, call.k, call.v, call.g, call.beta.unsqueeze(-1))]
-    zeros = _zeros(call.HV, call.K, call.q.device)
-    rate = zeros + 1.0
-    if call.A_log is not None:
+    if call.A_log is None:
+        rate = _filled(1.0, call.HV, call.K, call.q.device)
+    else:
         # An infinite rate would make 0 * rate NaN where softplus is 0.
         largest = math.log(torch.finfo(torch.float32).max) - 1.0
-        rate = call.A_log.clamp(max=largest).exp().unsqueeze(-1).expand_as(zeros).contiguous()
-    return [*tensors, rate, zeros if call.dt_bias is None else call.dt_bias.contiguous()]
+        rate = call.A_log.clamp(max=largest).exp().unsqueeze(-1).repeat(1, call.K)
+    bias = _filled(0.0, call.HV, call.K, call.q.device) if call.dt_bias is None else call.dt_bias.contiguous()
+    return [*tensors, rate, bias]
 
 
 def bounds(call: KdaCall) -> Tensor:
@@ -87,8 +88,8 @@ def _equal_bounds(B: int, T: int, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _zeros(rows: int, columns: int, device: torch.device) -> Tensor:
-    return torch.zeros(rows, columns, device=device)
+def _filled(value: float, heads: int, K: int, device: torch.device) -> Tensor:
+    return torch.full((heads, K), value, device=device)
 
 
 def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
