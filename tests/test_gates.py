@@ -17,7 +17,7 @@ from kda.backends.call import KdaCall
 from kda.gates import command
 from kda.gates.case import CASES, Case, Result, Run, Skip, chunk_borders, run_case
 from kda.golden import stages
-from kda.operator import ARGUMENTS
+from kda.operator import CHUNK_ARGUMENTS
 
 SEED_CASES = {
     "L0", "T1", "P0", "L2", "L3", "U0", "U1", "V0", "V1", "V2", "V3", "V4", "T37", "L2NORM", "DETERMINISM", "NANORDER",
@@ -48,7 +48,7 @@ class GoldenBackend:
     def _run(self, function: Callable, call: KdaCall):
         with self._monkeypatch.context() as patch:
             patch.setattr(stages, self._stage, self._replacement)
-            return function(**{name: getattr(call, name) for name in ARGUMENTS[:-1]})  # all but backend
+            return function(**{name: getattr(call, name) for name in CHUNK_ARGUMENTS if name != "backend"})
 
 
 def m4_without_right_shift(Aqk, qg, kg, decay, w, u, initial_state):

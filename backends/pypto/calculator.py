@@ -26,10 +26,9 @@ def missing_tools() -> str | None:
     """Why it can be neither loaded nor built, or None."""
     if _built().exists():
         return None
-    absent = [name for name, path in (("cmake", _cmake()), ("a C++ compiler", _compiler())) if path is None]
-    if not absent:
-        return None
-    return f"PyPTO's interpreter has to be built once and needs {' and '.join(absent)} on PATH (`pip install cmake`)"
+    tools = {"cmake (`pip install cmake`)": _cmake(), "a C++ compiler": _compiler()}
+    absent = " and ".join(name for name, path in tools.items() if path is None)
+    return f"PyPTO's interpreter has to be built once, and PATH lacks {absent}" if absent else None
 
 
 @functools.cache

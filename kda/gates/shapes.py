@@ -42,8 +42,8 @@ def u1(run: Run) -> None:
 
 @case("L3", "B 1, T 131072, H 32", slow=True)
 def l3(run: Run) -> None:
-    run.needs_memory(18)
-    run.accuracy(run.stable(1, 131_072, 32))
+    run.needs_memory(run.cut(18, 2))
+    run.accuracy(run.stable(1, run.cut(131_072, 4_096), run.cut(32, 1)))
 
 
 @case("V0", "one packed sequence has the bits of fixed length")
@@ -153,8 +153,8 @@ def prefill(run: Run) -> None:
 
 @case("PAIRS", "more than 65,535 (sequence, head) pairs and chunks", slow=True)
 def pairs(run: Run) -> None:
-    run.needs_memory(16)
-    N = 65_600
+    run.needs_memory(run.cut(16, 2))
+    N = run.cut(65_600, 40)
     batch = run.stable(N, 1, 1, initial_state=True)
     packed = {name: batch[name].reshape(1, N, *batch[name].shape[2:]) for name in PER_TOKEN}
     cu_seqlens = torch.arange(N + 1, dtype=torch.int32, device=run.device)
