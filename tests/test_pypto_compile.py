@@ -41,7 +41,7 @@ def compile_call(name: str, control: str | None) -> None:
     """Compile the kernel of a call for NPUs, with the interpreter after every pass and the recurrence as its golden."""
     import pypto
 
-    from kda.backends.pypto import chunk, interpret, launch, pool
+    from kda.backends.pypto import build, chunk, interpret, launch, pool
 
     operator, T, _ = CALLS[name]
     call = golden.inputs.raw(1, T, 1, lengths=[T], dtype=torch.bfloat16, initial_state=True)
@@ -62,7 +62,8 @@ def compile_call(name: str, control: str | None) -> None:
         if control == "zeros":
             interpret.entry.JitCallableWrapper._setup_verify_data = stock
         kernel = pypto.frontend.jit(
-            runtime_options={"run_mode": pypto.RunMode.SIM},
+            runtime_options=build.NPU_OPTIONS["runtime_options"] | {"run_mode": pypto.RunMode.SIM},
+            pass_options=build.NPU_OPTIONS["pass_options"],
             verify_options={"enable_pass_verify": True, "pass_verify_pass_filter": ["all"],
                             "pass_verify_error_tol": [1e-3, 1e-3]},
         )(body)  # fmt: skip

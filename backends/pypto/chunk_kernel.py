@@ -9,9 +9,10 @@ what another one writes, which leaves PyPTO's scheduler free to spread them over
 
 import pypto
 
-from .chunk import activate, carry, prepare
+from .chunk import Tiles, activate, carry, prepare
+from .config import Config
 from .constants import CHUNK
-from .rows import load, load_state, parameter, store, store_state
+from .rows import Index, load, load_state, parameter, store, store_state
 from .tiles import use_tiles
 
 DYNAMIC, STATIC = pypto.DYNAMIC, pypto.STATIC
@@ -38,13 +39,20 @@ def chunk_kda(
             for c in pypto.loop((end - start + CHUNK - 1) // CHUNK, name="chunks", idx_name="c", unroll_list=[4, 1]):
                 t = start + c * CHUNK
                 count = (end - t).min(CHUNK)
-                kv_head = head // config.group
-                inputs = activate(
-                    load(q, t, kv_head, count), load(k, t, kv_head, count), load(v, t, head, count),
-                    load(g, t, head, count), load(beta, t, head, count),
-                    parameter(rate, head), parameter(bias, head), config,
-                )  # fmt: skip
+                inputs = load_chunk(q, k, v, g, beta, rate, bias, t, head, count, config)
                 after = carry(prepare(**inputs, sums=sums, masks=masks), S)
                 store(after["o"], o, t, head, count)
                 S[:] = after["S"]
             store_state(S, final, n, head, config)
+
+
+def load_chunk(
+    q: pypto.Tensor, k: pypto.Tensor, v: pypto.Tensor, g: pypto.Tensor, beta: pypto.Tensor, rate: pypto.Tensor,
+    bias: pypto.Tensor, t: Index, head: Index, count: Index, config: Config,
+) -> Tiles:  # fmt: skip
+    """The chunk of `count` tokens from t on as one value head sees it, activated."""
+    kv_head = head // config.group
+    return activate(
+        load(q, t, kv_head, count), load(k, t, kv_head, count), load(v, t, head, count), load(g, t, head, count),
+        load(beta, t, head, count), parameter(rate, head), parameter(bias, head), config,
+    )  # fmt: skip

@@ -6,10 +6,10 @@ Tables are `[chunks, HV, CHUNK, ...]`, decay `[chunks, HV, 1, K]`, h `[chunks, H
 
 import pypto
 
-from .chunk import Tiles, activate, carry, prepare
-from .chunk_kernel import BOUNDS, CONSTANT, PARAMETER, ROWS, STATES
+from .chunk import Tiles, carry, prepare
+from .chunk_kernel import BOUNDS, CONSTANT, PARAMETER, ROWS, STATES, load_chunk
 from .constants import CHUNK
-from .rows import Index, load, load_state, parameter, store_table
+from .rows import Index, load_state, store_table
 from .tiles import use_tiles
 
 NAMES = ("q", "k", "beta", "G", "Akk", "Aqk", "Ainv", "qg", "kg", "decay", "w", "u", "h", "v_new")
@@ -37,12 +37,7 @@ def chunk_kda_stages(
             for c in pypto.loop((end - start + CHUNK - 1) // CHUNK, name="chunks", idx_name="c"):
                 t = start + c * CHUNK
                 count = (end - t).min(CHUNK)
-                kv_head = head // config.group
-                inputs = activate(
-                    load(q, t, kv_head, count), load(k, t, kv_head, count), load(v, t, head, count),
-                    load(g, t, head, count), load(beta, t, head, count),
-                    parameter(rate, head), parameter(bias, head), config,
-                )  # fmt: skip
+                inputs = load_chunk(q, k, v, g, beta, rate, bias, t, head, count, config)
                 tiles = prepare(**inputs, sums=sums, masks=masks)
                 after = carry(tiles, S)
                 tables = [to_q, to_k, to_beta, to_G, to_Akk, to_Aqk, to_Ainv, to_qg, to_kg, to_decay, to_w, to_u, to_h,
