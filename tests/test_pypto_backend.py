@@ -78,7 +78,10 @@ def test_torch_npu_has_the_last_word(undetected, monkeypatch, available):
 
 
 def test_without_pypto_it_says_so(undetected, monkeypatch):
-    monkeypatch.setattr(detect.importlib.util, "find_spec", lambda name: None)
+    def absent(name: str) -> str:
+        raise detect.PackageNotFoundError(name)
+
+    monkeypatch.setattr(detect, "version", absent)
     for emulate in ("0", "1"):
         monkeypatch.setenv("KDA_EMULATE", emulate)
         assert "pypto is not installed" in backends.unusable("pypto")[0]

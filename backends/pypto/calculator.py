@@ -44,8 +44,8 @@ def load() -> None:
 
 
 def _built() -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "kda-ops" / f"pypto-{version('pypto')}-torch-{torch.__version__}" / LIBRARY
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "kda-ops" / f"pypto-{version('pypto')}-torch-{torch.__version__}" / LIBRARY
 
 
 def _cmake() -> str | None:

@@ -10,6 +10,7 @@ import functools
 import glob
 import importlib.util
 import os
+from importlib.metadata import PackageNotFoundError, version
 
 
 def emulating() -> bool:
@@ -19,9 +20,11 @@ def emulating() -> bool:
 
 @functools.cache
 def missing_pypto() -> str | None:
-    """Why PyPTO cannot be imported, or None."""
-    if importlib.util.find_spec("pypto") is None:
-        return "pypto is not installed (the extra `npu`; wheels exist for Python 3.9 to 3.12 on Linux)"
+    """Why there is no PyPTO, or None."""
+    try:
+        version("pypto")
+    except PackageNotFoundError:
+        return "pypto is not installed (the extra `pypto`; wheels exist for Linux and Python 3.9 to 3.12)"
     return None
 
 

@@ -12,7 +12,6 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pypto
 import torch
@@ -22,6 +21,7 @@ from pypto.runtime import _pto_verify_datas
 from torch import Tensor
 
 from . import calculator
+from .config import Config
 
 OPTIONS = {
     "runtime_options": {"run_mode": pypto.RunMode.SIM},
@@ -33,10 +33,11 @@ OPTIONS = {
 _lock = threading.Lock()  # PyPTO traces into one program per process
 
 
-def run(kernel: Callable[..., None], inputs: list[Tensor], outputs: list[Tensor], config: Any) -> None:
+def run(kernel: Callable[..., None], inputs: list[Tensor], outputs: list[Tensor], config: Config) -> None:
     """Call `kernel`, traced with OPTIONS, and leave its results in `outputs`.
 
-    Raises RuntimeError where the interpreter gave up on an op; PyPTO says why on stdout.
+    Raises RuntimeError where the interpreter leaves no result. After an error of PyPTO's, go on in a new process: what
+    it keeps of the broken kernel can spoil those after it.
     """
     set_up()
     with _lock, tempfile.TemporaryDirectory() as folder:
