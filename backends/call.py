@@ -36,7 +36,7 @@ class KdaCall:
     use_beta_sigmoid_in_kernel: bool = False
     allow_neg_eigval: bool = False
     A_log: Tensor | None = None  # [HV]
-    dt_bias: Tensor | None = None  # [HV, K]
+    dt_bias: Tensor | None = None  # [HV * K]
     lower_bound: float | None = None
     cu_seqlens: Tensor | None = None  # [N + 1] int32 or int64; B is then 1
     state_v_first: bool = True

@@ -31,24 +31,30 @@ def normalise(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    *,
     scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
     cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
+    state_v_first: bool = True,
+    inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
-    **flags: bool,
 ) -> KdaCall:
-    """Check the arguments of `op` (named as in its signature) and return the batched call;
-    options left out take their defaults.
+    """Check the arguments of `op`, named and ordered as in its signature, and return the batched call.
 
     Raises ValueError for shapes, values and combinations, TypeError for dtypes and for what is not a tensor.
     """
-    tensors = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, ssm_state_indices, num_accepted_tokens)
-    signature = _signature(op, tensors, scale, lower_bound, flags)
+    tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens, ssm_state_indices, num_accepted_tokens)
+    flags = (output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+             allow_neg_eigval, state_v_first, inplace_final_state)  # fmt: skip
+    signature = _signature(op, tensors, flags, scale, lower_bound)
     memo = _passed.get(signature)
     known = memo is not None
     if not known:
@@ -61,18 +67,19 @@ def normalise(
         _check_parameters(A_log, dt_bias, q, v)
         _check_number("scale", scale)
         _check_number("lower_bound", lower_bound)
-        for name in _FLAGS:
-            _require_bool(name, flags.get(name, False))
+        for name, flag in zip(_FLAGS, flags, strict=True):
+            _require_bool(name, flag)
     if q.dim() == 3:
         q, k, v, g, beta = (x.unsqueeze(0) for x in (q, k, v, g, beta))
-    HV, K = v.shape[2], q.shape[3]
     call = KdaCall(
-        op=op, q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens, scale=K**-0.5 if scale is None else float(scale),
-        A_log=None if A_log is None else _shaped(A_log, HV),
-        dt_bias=None if dt_bias is None else _shaped(dt_bias, HV, K),
-        lower_bound=None if lower_bound is None else float(lower_bound), initial_state=initial_state,
-        ssm_state_indices=ssm_state_indices, num_accepted_tokens=num_accepted_tokens,
-        memo=memo if known else {}, **flags,
+        op=op, q=q, k=k, v=v, g=g, beta=beta, scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+        initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        A_log=None if A_log is None else _flat(A_log), dt_bias=None if dt_bias is None else _flat(dt_bias),
+        lower_bound=None if lower_bound is None else float(lower_bound), cu_seqlens=cu_seqlens,
+        state_v_first=state_v_first, inplace_final_state=inplace_final_state, ssm_state_indices=ssm_state_indices,
+        num_accepted_tokens=num_accepted_tokens, memo=memo if known else {},
     )  # fmt: skip
     if not known:
         _check_flags(call)
@@ -94,14 +101,14 @@ _MAX_PASSED = 4096
 
 
 def _signature(
-    op: str, tensors: tuple[Any, ...], scale: float | None, lower_bound: float | None, flags: dict[str, bool]
+    op: str, tensors: tuple[Any, ...], flags: tuple[bool, ...], scale: float | None, lower_bound: float | None
 ) -> Hashable:
     """All that the checks look at but strides and autograd; None where an argument is no such thing as they expect."""
-    if not {bool}.issuperset(map(type, flags.values())):  # 1 == True, but is no flag
+    if set(map(type, flags)) != {bool}:  # 1 == True, but is no flag
         return None
     try:
         described = [None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors]
-        signature = (op, *described, type(scale), scale, type(lower_bound), lower_bound, *flags.items())
+        signature = (op, flags, type(scale), scale, type(lower_bound), lower_bound, *described)
         hash(signature)
     except (AttributeError, RuntimeError, TypeError):
         return None
@@ -203,8 +210,8 @@ def _check_parameters(A_log: Tensor | None, dt_bias: Tensor | None, q: Tensor, v
                 raise ValueError(f"{name}: expected {spelled} = {size} elements, got {_shape(x)}")
 
 
-def _shaped(x: Tensor, *shape: int) -> Tensor:
-    return x if x.shape == shape else x.reshape(shape)
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 1 else x.reshape(-1)
 
 
 def _check_cu_seqlens(cu: Tensor, q: Tensor) -> None:

@@ -69,11 +69,9 @@ def chunk_kda(
         NotImplementedError: an explicitly named backend cannot take the call, with every reason.
     """
     if not torch.compiler.is_compiling():
-        call = normalise("chunk_kda", q, k, v, g, beta, scale=scale, initial_state=initial_state,
-                         output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-                         allow_neg_eigval=allow_neg_eigval, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
-                         cu_seqlens=cu_seqlens, state_v_first=state_v_first)  # fmt: skip
+        call = normalise("chunk_kda", q, k, v, g, beta, scale, initial_state, output_final_state,
+                         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                         A_log, dt_bias, lower_bound, cu_seqlens, state_v_first)  # fmt: skip
         chosen = backends.select(call, backend)
         if chosen.differentiable or not torch.is_grad_enabled() or not _requires_grad(call):
             o, final_state = chosen.chunk_kda(call)
@@ -137,12 +135,10 @@ def fused_recurrent_kda(
         As `chunk_kda`.
     """
     if not torch.compiler.is_compiling():
-        call = normalise("fused_recurrent_kda", q, k, v, g, beta, scale=scale, initial_state=initial_state,
-                         output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-                         allow_neg_eigval=allow_neg_eigval, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
-                         cu_seqlens=cu_seqlens, state_v_first=state_v_first, inplace_final_state=inplace_final_state,
-                         ssm_state_indices=ssm_state_indices, num_accepted_tokens=num_accepted_tokens)  # fmt: skip
+        call = normalise("fused_recurrent_kda", q, k, v, g, beta, scale, initial_state, output_final_state,
+                         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                         A_log, dt_bias, lower_bound, cu_seqlens, state_v_first, inplace_final_state,
+                         ssm_state_indices, num_accepted_tokens)  # fmt: skip
         chosen = backends.select(call, backend)
         if chosen.differentiable or not torch.is_grad_enabled() or not _requires_grad(call):
             o, states = chosen.fused_recurrent_kda(call)

@@ -281,7 +281,7 @@ def test_good_calls_arrive_in_one_form(arguments, expected) -> None:
     assert call.q.shape == (call.B, call.T, call.H, call.K) and call.beta.shape == (call.B, call.T, call.HV)
     assert {name: getattr(call, name) for name in expected} == expected
     if call.A_log is not None:
-        assert call.A_log.shape == (call.HV,) and call.dt_bias.shape == (call.HV, call.K)
+        assert call.A_log.shape == (call.HV,) and call.dt_bias.shape == (call.HV * call.K,)
 
 
 def test_inplace_state_with_one_sequence() -> None:

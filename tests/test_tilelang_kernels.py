@@ -78,7 +78,7 @@ def run(call: dict[str, Any]) -> dict[str, Tensor]:
         **common,
     )(
         *tokens,
-        *([call["A_log"].flatten(), call["dt_bias"].view(HV, K)] if gate else []),
+        *([call["A_log"].flatten(), call["dt_bias"]] if gate else []),
         *([call["lower_bound"]] if bounded else []),
         K**-0.5,
         *owner,

@@ -54,7 +54,7 @@ class Entry:
 def _sources() -> str:
     """What stands for the code that builds kernels."""
     digest = hashlib.sha256(importlib.metadata.version("tilelang").encode())
-    for file in (*sorted(Path(__file__).parent.glob("*.py")), Path(constants.__file__)):
+    for file in (*sorted(Path(__file__).parent.rglob("*.py")), Path(constants.__file__)):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

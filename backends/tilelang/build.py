@@ -142,7 +142,7 @@ class Kernels:
 
 @functools.cache
 def build(target: str, builder: str, **parameters: Any) -> Callable[..., None]:
-    """The kernel that `builder`, a function in a file of this folder, makes of the parameters."""
+    """The kernel that `builder`, a function in a module of this package, makes of the parameters."""
     if target == CPU:
         from .cpu_trace import cpu_trace
 
@@ -158,7 +158,7 @@ def build(target: str, builder: str, **parameters: Any) -> Callable[..., None]:
 
 
 def _make(builder: str, parameters: dict[str, Any]) -> Any:
-    module, name = builder.split(".")
+    module, _, name = builder.rpartition(".")
     return getattr(importlib.import_module(f".{module}", __package__), name)(**parameters)
 
 

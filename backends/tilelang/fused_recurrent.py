@@ -7,7 +7,7 @@ k, q as the norm leaves them:
 
 which is S <- diag(a) S; S <- S + beta k (v - kᵀ S)ᵀ; o = scale qᵀ S with the state read once for both products.
 
-in: q, k [B, T, H, K]   v [B, T, HV, V]   g [B, T, HV, K]   beta [B, T, HV]   A_log [HV], dt_bias [HV, K] fp32
+in: q, k [B, T, H, K]   v [B, T, HV, V]   g [B, T, HV, K]   beta [B, T, HV]   A_log [HV], dt_bias [HV * K] fp32
     initial_state fp32 [N, HV, V, K] ([.., K, V]), or a pool [slots, ...] with indices [N] or [N, S] and accepted [N]
 out: o [B, T, HV, V], every row: 0 for padding and for sequences that start from a null slot
     states: into initial_state itself, or final_state fp32, a row per sequence, or per token with indices [N, S]
@@ -87,7 +87,7 @@ def fused_recurrent(
     sequences = N1 - 1 if varlen else B
     state = (HV, V, K) if state_v_first else (HV, K, V)
     a_log_t = T.Tensor((HV,), f32) if use_gate else None
-    dt_bias_t = T.Tensor((HV, K), f32) if use_gate else None
+    dt_bias_t = T.Tensor((HV * K,), f32) if use_gate else None
     lower_bound_t = T.float32 if bounded_gate else None
     cu_seqlens_t = T.Tensor((N1,), cu_dtype) if varlen else None
     seq_len_t = None if varlen else T.int32
@@ -190,12 +190,12 @@ def fused_recurrent(
             read_k = T.alloc_fragment((block_V,), f32)
             read_q = T.alloc_fragment((block_V,), f32)
             delta = T.alloc_fragment((block_V,), f32)
-            rows = T.alloc_fragment((3, K), f32)
-            sums = T.alloc_fragment((3,), f32)
+            rows = T.alloc_fragment((4, K), f32)  # one more than is needed, so that they fill the block's threads
+            sums = T.alloc_fragment((4,), f32)
             a_s = T.alloc_shared((K,), f32)
             k_s = T.alloc_shared((K,), f32)
             q_s = T.alloc_shared((K,), f32)
-            sums_s = T.alloc_shared((3,), f32)
+            sums_s = T.alloc_shared((4,), f32)
             T.annotate_layout({x: state_fragment(block_V, K, state_v_first) for x in (tile, product)})
 
             slot = T.alloc_var("int32")
@@ -213,15 +213,15 @@ def fused_recurrent(
                         a_s[j] = T.exp2(
                             log2_decay(
                                 T.cast(g[batch, bos + t, hv, j], f32),
-                                dt_bias[hv, j] if use_gate else 0.0,
+                                dt_bias[hv * K + j] if use_gate else 0.0,
                                 A,
                                 lower_bound,
                             )
                         )
-                    for x, j in T.Parallel(3, K):
+                    for x, j in T.Parallel(4, K):
                         rows[x, j] = T.if_then_else(x == 1, q_s[j], k_s[j]) * T.if_then_else(x == 0, k_s[j], q_s[j])
                     T.reduce_sum(rows, sums, dim=1)
-                    for x in T.Parallel(3):
+                    for x in T.Parallel(4):
                         sums_s[x] = sums[x]
                     for i, j in T.Parallel(block_V, K):
                         product[i, j] = tile[i, j] * (a_s[j] * k_s[j])

@@ -109,14 +109,14 @@ def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 def gate(call: KdaCall) -> tuple[Any, ...]:
     if not call.use_gate_in_kernel:
         return ()
-    A_log = _zeros(call.HV, 1, call.q.device)[:, 0] if call.A_log is None else call.A_log.contiguous()
-    dt_bias = _zeros(call.HV, call.K, call.q.device) if call.dt_bias is None else call.dt_bias.contiguous()
+    A_log = _zeros(call.HV, call.q.device) if call.A_log is None else call.A_log.contiguous()
+    dt_bias = _zeros(call.HV * call.K, call.q.device) if call.dt_bias is None else call.dt_bias.contiguous()
     return (A_log, dt_bias) if call.lower_bound is None else (A_log, dt_bias, call.lower_bound)
 
 
 @functools.cache
-def _zeros(rows: int, columns: int, device: torch.device) -> Tensor:
-    return torch.zeros(rows, columns, device=device)
+def _zeros(size: int, device: torch.device) -> Tensor:
+    return torch.zeros(size, device=device)
 
 
 def _states(call: KdaCall, form: Form) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

@@ -8,7 +8,7 @@ With a_t = exp(g_t) per channel, and k = v = beta = 0, a = 1 past a sequence's e
     T = (I + Akk)⁻¹ diag(beta)        w = T (k_i Π(t <= i) a_t)        u = T v
 
 in (dtype; B = 1 in the varlen form):
-    q, k [B, T, H, K]   v [B, T, HV, V]   g [B, T, HV, K]   beta [B, T, HV]   A_log [HV], dt_bias [HV, K] fp32
+    q, k [B, T, H, K]   v [B, T, HV, V]   g [B, T, HV, K]   beta [B, T, HV]   A_log [HV], dt_bias [HV * K] fp32
 out: qg, kg, w, u and Aqk in table [slots, HV, 64, width] (chunk_table.py), decay [slots, HV, K] fp32
 
 Aqk and Akk: see bisection.py; the inverse: see inverse.py. Assumes Σ_c q² and Σ_c k² of a row to be finite in fp32.
@@ -69,7 +69,7 @@ def prepare(
     at = columns(K, V)
     B, L, slots, N1 = T.dynamic("B, L, slots, N1")
     a_log_t = T.Tensor((HV,), f32) if use_gate else None
-    dt_bias_t = T.Tensor((HV, K), f32) if use_gate else None
+    dt_bias_t = T.Tensor((HV * K,), f32) if use_gate else None
     lower_bound_t = T.float32 if bounded_gate else None
     cu_seqlens_t = T.Tensor((N1,), cu_dtype) if varlen else None
     slot_seq_t = T.Tensor((slots,), "int32") if varlen else None
@@ -135,7 +135,7 @@ def prepare(
                 log2_half_s = T.alloc_shared((2, K), f32)
                 A = T.exp2(LOG2E * A_log[hv]) if use_gate else 1.0
                 for h, c in T.Parallel(2, K):
-                    bias[h, c] = dt_bias[hv, c] if use_gate else 0.0
+                    bias[h, c] = dt_bias[hv * K + c] if use_gate else 0.0
                 T.clear(log2_half)
                 for r in T.unroll(HALF):
                     for h, c in T.Parallel(2, K):

@@ -75,7 +75,7 @@ def prepare(
     at = columns(K, V)
     B, L, slots, N1 = T.dynamic("B, L, slots, N1")
     a_log_t = T.Tensor((HV,), f32) if use_gate else None
-    dt_bias_t = T.Tensor((HV, K), f32) if use_gate else None
+    dt_bias_t = T.Tensor((HV * K,), f32) if use_gate else None
     lower_bound_t = T.float32 if bounded_gate else None
     cu_seqlens_t = T.Tensor((N1,), cu_dtype) if varlen else None
     slot_seq_t = T.Tensor((slots,), "int32") if varlen else None
@@ -182,7 +182,7 @@ def prepare(
             factor = T.alloc_var(f32)
             factor = gate_factor(A_log, hv, bounded_gate) if use_gate else 1.0
             for c in T.vectorized(NV):
-                bias[c] = dt_bias[hv, ch + c] if use_gate else 0.0
+                bias[c] = dt_bias[hv * K + ch + c] if use_gate else 0.0
             for c in T.unroll(NV):
                 bias[c] = gate_bias(factor, bias[c], bounded_gate)
             widen(raw_g, log2_a)

@@ -81,7 +81,7 @@ def make_strong_chunk(K: int, dtype: str, g_dtype: str, use_gate: bool, use_qk_l
         sums = T.alloc_local((3, NV), f32)
         least = T.alloc_local((3,), f32)
         for c in T.unroll(NV):
-            bias[c] = gate_bias(factor, dt_bias[hv, ch + c], bounded=False) if use_gate else 0.0
+            bias[c] = gate_bias(factor, dt_bias[hv * K + ch + c], bounded=False) if use_gate else 0.0
         for i in T.unroll(3):
             least[i] = 0.0
         for n in T.unroll(2 * SUB // GATES, **ROLLED):

@@ -56,7 +56,8 @@ def _by_heads(call: KdaCall, layout: Layout, states: Tensor) -> Iterator[tuple[I
     heads, value_heads = layout.heads, layout.heads * call.HV // call.H
     q, k = (x.flatten(0, 1).split(heads, 1) for x in (call.q, call.k))
     v, g, beta = (x.flatten(0, 1).split(value_heads, 1) for x in (call.v, call.g, call.beta.unsqueeze(-1)))
-    A_log, dt_bias = (repeat(None) if x is None else x.split(value_heads) for x in (call.A_log, call.dt_bias))
+    A_log = repeat(None) if call.A_log is None else call.A_log.split(value_heads)
+    dt_bias = repeat(None) if call.dt_bias is None else call.dt_bias.view(call.HV, call.K).split(value_heads)
     for *tensors, a, b, S0 in zip(q, k, v, g, beta, A_log, dt_bias, states.split(value_heads, 1), strict=False):
         rows = zip(*(layout.split(x) for x in tensors), strict=True)
         yield (Inputs(*piece, a, b) for piece in rows), S0

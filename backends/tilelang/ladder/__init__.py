@@ -5,14 +5,12 @@ One build serves every batch, length and number of heads; it is made when first 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..build import CPU, HOPPER, compile_kernel, target_for
+from ..build import CPU, HOPPER, build, target_for
 
 __all__ = ["BLOCK_V", "HEAD_DIMS", "KERNELS", "run"]
 
@@ -74,20 +72,7 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-@functools.cache
 def _kernel(name: str, K: int, V: int, dtype: str, target: str) -> Callable[..., None]:
-    from ..cpu_trace import cpu_trace
-    from .level1 import linattn_chunk, linattn_seq_in_loop
-    from .level2 import decay_seq_in_loop
-    from .level3 import gate_seq_in_loop
-    from .level4 import delta_seq_in_loop
-
-    kernels = (linattn_chunk, linattn_seq_in_loop, decay_seq_in_loop, gate_seq_in_loop, delta_seq_in_loop)
-    builder = {kernel.__name__: kernel for kernel in kernels}[name]
-    parameters: dict[str, Any] = {"K": K, "V": V, "dtype": dtype}
-    parameters |= {"threads": 2 * V} if name == "linattn_chunk" else {"block_V": BLOCK_V}
-    if target == CPU:
-        with cpu_trace():
-            return compile_kernel(builder(**parameters), CPU)
-    # The function itself: TileLang's own wrapper around it costs more host time than the launch.
-    return compile_kernel(builder(**parameters), target).adapter.get_exportable_executable()["main"]
+    level = next(level for level, names in KERNELS.items() if name in names)
+    width = {"threads": 2 * V} if name == "linattn_chunk" else {"block_V": BLOCK_V}
+    return build(target, f"ladder.level{level}.{name}", K=K, V=V, dtype=dtype, **width)
