@@ -41,7 +41,8 @@ def refuses(call: KdaCall) -> list[str]:
     reasons = []
     device = call.q.device.type
     if device == "cpu" and emulating():
-        reasons += [reason] if (reason := missing_interpreter()) else []
+        if reason := missing_interpreter():
+            reasons.append(reason)
     elif device != "npu":
         reasons.append(f"its tensors must be on npu, got {device}")
     if call.q.dtype == torch.float64:

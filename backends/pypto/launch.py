@@ -63,12 +63,8 @@ def rows(call: KdaCall) -> list[Tensor]:
         # An infinite rate would make 0 * rate NaN where softplus is 0.
         largest = math.log(torch.finfo(torch.float32).max) - 1.0
         rate = call.A_log.clamp(max=largest).exp().unsqueeze(-1).repeat(1, call.K)
-    bias = (
-        _filled(0.0, call.HV, call.K, call.q.device)
-        if call.dt_bias is None
-        else call.dt_bias.contiguous().view(call.HV, call.K)
-    )
-    return [*tensors, rate, bias]
+    bias = _filled(0.0, call.HV, call.K, call.q.device) if call.dt_bias is None else call.dt_bias
+    return [*tensors, rate, bias.contiguous().view(call.HV, call.K)]
 
 
 def bounds(call: KdaCall) -> Tensor:

@@ -12,7 +12,7 @@ import pypto
 
 from .activation import keys, log_decay, queries, step_size
 from .chunk_kernel import BOUNDS, DYNAMIC, PARAMETER, ROWS, STATES
-from .rows import load_state, parameter, store_state
+from .rows import Index, load_state, parameter, store_state
 from .tiles import use_tiles
 
 
@@ -57,7 +57,7 @@ def step(q: pypto.Tensor, k: pypto.Tensor, v: pypto.Tensor, g: pypto.Tensor, bet
     return pypto.sum(S * q, -1, keepdim=True), S
 
 
-def row(x: pypto.Tensor, t: pypto.SymbolicScalar, head: pypto.SymbolicScalar) -> pypto.Tensor:
+def row(x: pypto.Tensor, t: Index, head: Index) -> pypto.Tensor:
     """Token t of a head in `x` `[T, heads, D]`, as `[1, D]`."""
     D = x.shape[2]
     pypto.set_vec_tile_shapes(1, 1, max(D, 16))
@@ -66,12 +66,12 @@ def row(x: pypto.Tensor, t: pypto.SymbolicScalar, head: pypto.SymbolicScalar) ->
     return token
 
 
-def column(x: pypto.Tensor, t: pypto.SymbolicScalar, head: pypto.SymbolicScalar) -> pypto.Tensor:
+def column(x: pypto.Tensor, t: Index, head: Index) -> pypto.Tensor:
     """The same in fp32, as `[D, 1]`."""
     return pypto.reshape(pypto.cast(row(x, t, head), pypto.DT_FP32), [x.shape[2], 1])
 
 
-def store_column(x: pypto.Tensor, out: pypto.Tensor, t: pypto.SymbolicScalar, head: pypto.SymbolicScalar) -> None:
+def store_column(x: pypto.Tensor, out: pypto.Tensor, t: Index, head: Index) -> None:
     """`x` `[D, 1]` to token t of a head in `out` `[T, heads, D]`, in its dtype."""
     D = x.shape[0]
     token = pypto.cast(pypto.reshape(x, [1, D]), out.dtype)

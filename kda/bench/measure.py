@@ -53,9 +53,8 @@ def measure(
     try:
         with torch.no_grad():
             seconds = median_seconds(call, device)
-            return Measurement(
-                case, operator, seconds, host_seconds(call) if host else None, graph_seconds(call) if graph else None
-            )
+            in_graph = graph_seconds(call, device) if graph else None
+            return Measurement(case, operator, seconds, host_seconds(call) if host else None, in_graph)
     except Exception as error:  # one operator's failure must not cost the other rows
         return Measurement(case, operator, error=f"{type(error).__name__}: {error}")
 
@@ -90,13 +89,14 @@ def host_seconds(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def graph_seconds(call: Callable[[], object]) -> float:
-    """Median time of one of `STEPS` calls that a CUDA graph replays."""
+def graph_seconds(call: Callable[[], object], device: torch.device, steps: int = STEPS) -> float:
+    """Median time of one of `steps` calls that a CUDA graph replays: what a call takes without the host's share."""
+    call()  # what is built at a first call cannot be captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(STEPS):
+        for _ in range(steps):
             call()
-    return median_seconds(graph.replay, torch.device("cuda")) / STEPS
+    return median_seconds(graph.replay, device) / steps
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kda
 from kda import backends
-from kda.bench.measure import median_seconds
+from kda.bench.measure import graph_seconds, median_seconds
 from kda.golden import rel_rmse
 from kda.golden.constants import CHUNK_SIZE
 
@@ -137,11 +137,7 @@ def device_seconds(call: Callable[[], object], device: torch.device) -> float:
     """Median time of a call; on a GPU of a CUDA graph, since the host is slower than a kernel over a short length."""
     if device.type != "cuda":
         return median_seconds(call, device)
-    call()  # builds the kernel
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return median_seconds(graph.replay, device)
+    return graph_seconds(call, device, steps=1)
 
 
 def _operators(level: int) -> dict[str, Callable[..., Tensor]]:
