@@ -106,7 +106,9 @@ def compiled(name: str, folder: Path, control: str | None = None) -> list[str]:
     # PyPTO itself forgives a few elements in a thousand.
     wrong = [
         f"{row['passName']} {row['ioflag']}: {row['verifyResult']}, {row['errorCount']} elements off, by up to "
-        f"{row['maxAbsDiff']}" for row in rows if row["verifyResult"] != "PASS" or row["errorCount"] != "0"
+        f"{row['maxAbsDiff']}"
+        for row in rows
+        if row["verifyResult"] != "PASS" or row["errorCount"] != "0"
     ]
     wrong += [line for log in folder.rglob("verify_exception.log") for line in log.read_text().splitlines()
               if not line.endswith(("result PASS", "result NO_COMPARE"))]  # fmt: skip

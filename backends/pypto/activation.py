@@ -2,6 +2,8 @@
 
     q, k  x / sqrt(Σ x² + 1e-6), q times scale          beta  sigmoid(x), or twice that
     g     -rate softplus(x + bias), or lower_bound sigmoid(rate (x + bias)); then at least MIN_LOG_DECAY
+
+q, k and g `[rows, K]`, beta `[rows, 1]`; rows past the end of a sequence are not valid and stay so.
 """
 
 import pypto
