@@ -36,7 +36,7 @@ def _pooled(gap: int = 0, state_v_first: bool = True, **options: Any) -> Call:
 
 
 CALLS: dict[str, Callable[[], Call]] = {
-    "batch, GVA, V > K": lambda: _stable(3, 2, 1, 64, 128, 2, initial_state=True),
+    "batch, GVA, V > K": lambda: _stable(3, 2, 2, 64, 128, 4, initial_state=True),
     "packed, padded, no state": lambda: _stable(1, 9, 1, 64, lengths=[1, 0, 4]),
     "K first": lambda: _stable(2, 2, 1, 128, 64, initial_state=True, state_v_first=False),
     "strong gates": lambda: _stable(1, 30, 1, 64, gate="mixed", initial_state=True),

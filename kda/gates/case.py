@@ -96,7 +96,7 @@ class Run:
     # ---- inputs and calls
 
     def cut(self, full: int, small: int) -> int:
-        """A size: `full`, or `small` where an interpreter executes the kernels op by op and keeps what each leaves."""
+        """A size or count: `full`, or `small` where PyPTO's interpreter executes a kernel op by op and keeps it all."""
         self.was_cut |= self.interpreted
         return small if self.interpreted else full
 
@@ -229,6 +229,6 @@ def run_case(case: Case, backend: str, device: str, dtype: torch.dtype) -> Resul
     except Exception as error:
         result.outcome, result.reason = "failed", f"{type(error).__name__}: {error}"
     if run.was_cut and not result.reason:
-        result.reason = "at smaller sizes than its title says, for PyPTO's interpreter"
+        result.reason = "with fewer or smaller inputs than its title says, for PyPTO's interpreter"
     result.findings, result.seconds = run.findings, time.perf_counter() - start
     return result
