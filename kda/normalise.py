@@ -54,8 +54,7 @@ def normalise(
     tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens, ssm_state_indices, num_accepted_tokens)
     flags = (output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
              allow_neg_eigval, state_v_first, inplace_final_state)  # fmt: skip
-    signature = _signature(op, tensors, flags, scale, lower_bound)
-    memo = _passed.get(signature)
+    signature, memo = _look_up(op, tensors, flags, scale, lower_bound)
     known = memo is not None
     if not known:
         for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
@@ -100,19 +99,21 @@ checks would take as long as the launch."""
 _MAX_PASSED = 4096
 
 
-def _signature(
+def _look_up(
     op: str, tensors: tuple[Any, ...], flags: tuple[bool, ...], scale: float | None, lower_bound: float | None
-) -> Hashable:
-    """All that the checks look at but strides and autograd; None where an argument is no such thing as they expect."""
+) -> tuple[Hashable, dict[Any, Any] | None]:
+    """The signature, all that the checks look at but strides and autograd, and the memo if such a call has passed.
+
+    (None, None) where an argument is no such thing as they expect: it is for the checks to say so.
+    """
     if set(map(type, flags)) != {bool}:  # 1 == True, but is no flag
-        return None
+        return None, None
     try:
         described = [None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors]
         signature = (op, flags, type(scale), scale, type(lower_bound), lower_bound, *described)
-        hash(signature)
+        return signature, _passed.get(signature)
     except (AttributeError, RuntimeError, TypeError):
-        return None
-    return signature
+        return None, None
 
 
 def _remember(signature: Hashable, memo: dict[Any, Any]) -> None:
