@@ -44,7 +44,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @in_its_own_process
 def test_lengths(dtype: str) -> None:
     """Tails, and counts of chunks that the unrolled loop divides evenly, with a rest, and not at all."""
@@ -75,6 +75,7 @@ def test_gates() -> None:
 def test_flags() -> None:
     raw = inputs.raw(1, 140, 1, HV=2, dtype=torch.float32, initial_state=True)
     agree(raw)
+    agree(inputs.raw(1, 140, 1, dtype=torch.float16))
     agree({**raw, "dt_bias": None, "allow_neg_eigval": True})
     bounded = inputs.raw(1, 140, 1, lower_bound=-5.0, dtype=torch.bfloat16)
     agree(bounded)
@@ -137,7 +138,7 @@ def test_stages() -> None:
         assert rel_rmse(tensor, expected[name]) < PRECISE, name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @in_its_own_process
 def test_recurrence(dtype: str) -> None:
     dtype = getattr(torch, dtype)
