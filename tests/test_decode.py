@@ -1,4 +1,4 @@
-"""fused_recurrent_kda on the shared table of calls: the torch backend, and the TileLang kernel executed on the CPU."""
+"""fused_recurrent_kda on one table of calls: torch, and the kernels of TileLang and PyPTO executed on the CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 from decode_calls import CALLS, check
+from pypto_process import in_its_own_process
 
 LIMIT = 2e-6  # a few roundings in fp32
 
@@ -20,3 +21,9 @@ def test_torch(name: str) -> None:
 def test_tilelang(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KDA_EMULATE", "1")
     check(name, "tilelang", LIMIT)
+
+
+@in_its_own_process
+def test_pypto() -> None:
+    for name in CALLS:
+        check(name, "pypto", LIMIT)
