@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from kda.bench.cases import Decode
 from kda.bench.measure import Ceilings, Measurement
 
 GAP = 0.03  # between labels, as a part of the axis
@@ -26,7 +27,7 @@ def draw(measurements: list[Measurement], ceilings: Ceilings, path: Path, title:
     figure, axes = plt.subplots(figsize=(11, 7.5), layout="constrained")
     ridge = ceilings.matmul / ceilings.copy
     intensities = [x for x, _, _ in points] + [ridge]
-    left, right = min(intensities) / 2, max(intensities) * 4
+    left, right = min(intensities) / 2, max(intensities) * 6
     x = np.geomspace(left, right, 300)
     axes.loglog(x, np.minimum(x * ceilings.copy, ceilings.matmul) / 1e12, color="black", lw=1.2)
     lowest = min([y for _, y, _ in points] + [ceilings.matmul / 1e14]) / 2
@@ -39,7 +40,9 @@ def draw(measurements: list[Measurement], ceilings: Ceilings, path: Path, title:
         own = [(x, y) for x, y, m in points if m.operator == operator]
         axes.plot(*zip(*own, strict=True) if own else ([], []), marker, ms=6, label=operator)
     axes.axvline(ridge, color="grey", lw=0.6, ls=":")
-    _label(axes, points, max(intensities) * 1.6, lowest, highest)
+    for decode in (False, True):
+        if group := [point for point in points if isinstance(point[2].case, Decode) == decode]:
+            _label(axes, group, max(x for x, _, _ in group) * 1.6, lowest, highest)
     axes.set(xlabel="FLOP per byte of ideal traffic", ylabel="TFLOP/s achieved", title=title)
     axes.legend(loc="lower left")
     axes.grid(which="both", lw=0.2)
