@@ -46,7 +46,7 @@ BAD = {
         "g: expected finite values (raw gate), got -inf at [0, 0, 0, 0]"),
     "NaN in A_log": (spoilt(dense(**PARAMETERS), "A_log", (3,), NAN), "A_log: expected finite values, got nan at [3]"),
     "NaN in dt_bias": (spoilt(dense(**PARAMETERS), "dt_bias", (K + 2,), NAN),
-        "dt_bias: expected finite values, got nan at [1, 2]"),
+        "dt_bias: expected finite values, got nan at [10]"),
     "NaN in the state": (spoilt(dense(initial_state=STATE), "initial_state", (1, 0, 3, 7), NAN),
         "initial_state: expected finite values, got nan at [1, 0, 3, 7]"),
     "cu_seqlens from 1": (packed(cu_seqlens=slots(1, 3)),
