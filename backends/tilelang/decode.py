@@ -51,13 +51,10 @@ def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
 
 def _strides(state: Tensor) -> tuple[int, ...]:
     """How far slots lie apart, in units of four elements, where each can be read four at a time; else all strides."""
-    if state.is_contiguous() and state.data_ptr() % 16 == 0:
-        return (state.stride(0) // 4,)
-    strides = state.stride()
-    rows, columns = state.shape[2:]
-    if strides[1:] != (rows * columns, columns, 1) or strides[0] % 4 or state.data_ptr() % 16:
-        return strides
-    return (strides[0] // 4,)
+    size = state.shape[2] * state.shape[3]
+    dense = state.is_contiguous() or state.stride()[1:] == (size, state.shape[3], 1)
+    quads, rest = divmod(state.stride(0), 4)
+    return state.stride() if not dense or rest or state.data_ptr() % 16 else (quads,)
 
 
 def _form(call: KdaCall, gaps: bool) -> Form:

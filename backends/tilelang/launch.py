@@ -96,7 +96,7 @@ def _prepare(call: KdaCall) -> Prepared:
 
 
 def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous and aligned as wide loads and TMA need it."""
+    """x in dtype, contiguous, and aligned as wide loads and TMA need it."""
     if x.dtype != dtype:
         x = x.to(dtype)
     if not x.is_contiguous():
@@ -107,10 +107,12 @@ def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gate(call: KdaCall) -> tuple[Any, ...]:
+    """A_log, dt_bias and lower_bound as arguments of a kernel; none of them without the gate."""
     if not call.use_gate_in_kernel:
         return ()
-    A_log = _zeros(call.HV, call.q.device) if call.A_log is None else call.A_log.contiguous()
-    dt_bias = _zeros(call.HV * call.K, call.q.device) if call.dt_bias is None else call.dt_bias.contiguous()
+    f32 = torch.float32
+    A_log = _zeros(call.HV, call.q.device) if call.A_log is None else rows(call.A_log, f32)
+    dt_bias = _zeros(call.HV * call.K, call.q.device) if call.dt_bias is None else rows(call.dt_bias, f32)
     return (A_log, dt_bias) if call.lower_bound is None else (A_log, dt_bias, call.lower_bound)
 
 
@@ -121,7 +123,7 @@ def _zeros(size: int, device: torch.device) -> Tensor:
 
 def _states(call: KdaCall, form: Form) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The initial and the final state as arguments of a kernel; none where the call has none."""
-    initial = () if call.initial_state is None else (call.initial_state.contiguous(),)
+    initial = () if call.initial_state is None else (rows(call.initial_state, torch.float32),)
     final = (call.q.new_empty(form.state_shape, dtype=torch.float32),) if call.output_final_state else ()
     return initial, final
 

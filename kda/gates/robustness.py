@@ -88,7 +88,7 @@ def _embedded(x: Tensor, value: float, margin: int = 1 << 14) -> Tensor:
     return view.copy_(x)
 
 
-@case("STRIDES", "slices of a fused QKV, strided beta, gate and state")
+@case("STRIDES", "slices of a fused QKV, strided beta, gate and state, odd addresses")
 def strides(run: Run) -> None:
     inputs = run.stable(2, 100, 2, initial_state=True)
     o, state = run.chunk_kda(**inputs)
@@ -105,6 +105,10 @@ def strides(run: Run) -> None:
     run.same_bits("o", strided_o, o)
     run.same_bits("state", strided_state, state)
     run.accuracy(inputs)
+    raw = run.raw(1, 70, 2, initial_state=True)
+    odd = {name: _embedded(x, 0.0, margin=1) if isinstance(x, Tensor) else x for name, x in raw.items()}
+    for what, x, expected in zip(("o", "state"), run.chunk_kda(**odd), run.chunk_kda(**raw), strict=True):
+        run.same_bits(f"odd addresses, {what}", x, expected)
 
 
 @case("ALIAS", "cu_seqlens edited in place between two calls")

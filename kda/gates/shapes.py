@@ -159,9 +159,7 @@ def pairs(run: Run) -> None:
     packed = {name: batch[name].reshape(1, N, *batch[name].shape[2:]) for name in PER_TOKEN}
     cu_seqlens = torch.arange(N + 1, dtype=torch.int32, device=run.device)
     o, state = run.chunk_kda(**packed, initial_state=batch["initial_state"], cu_seqlens=cu_seqlens)
-    expected_o, expected_state = golden.chunk_kda_golden(
-        **batch, chunk_size=1, dtype=torch.float32
-    )
+    expected_o, expected_state = golden.chunk_kda_golden(**batch, chunk_size=1, dtype=torch.float32)
     run.close("packed o", o[0], expected_o[:, 0], O_LIMIT)
     run.close("packed state", state, expected_state, STATE_LIMIT)
     o, state = run.chunk_kda(**batch)

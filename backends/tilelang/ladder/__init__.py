@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..build import CPU, HOPPER, build, target_for
+from ..launch import rows
 
 __all__ = ["BLOCK_V", "HEAD_DIMS", "KERNELS", "run"]
 
@@ -42,7 +43,7 @@ def run(name: str, q: Tensor, k: Tensor, v: Tensor, *gate: Tensor) -> Tensor:
     kernel = _kernel(name, q.shape[3], v.shape[3], str(q.dtype).removeprefix("torch."), target)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     with torch.cuda.device_of(q):
-        kernel(*map(_aligned, (q, k, v, *gate)), o)
+        kernel(*(rows(x, x.dtype) for x in (q, k, v, *gate)), o)
     return o
 
 
@@ -64,12 +65,6 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, gate: tuple[Tensor, ...],
     expected = [list(shapes[name])] if name in shapes else []
     if [list(x.shape) for x in gate] != expected or any(x.dtype != torch.float32 for x in gate):
         raise ValueError(f"gate: expected fp32 {expected}, got {[(x.dtype, list(x.shape)) for x in gate]}")
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Contiguous and at an address that TMA takes."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _kernel(name: str, K: int, V: int, dtype: str, target: str) -> Callable[..., None]:
