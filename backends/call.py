@@ -61,3 +61,13 @@ class KdaCall:
         self.B, self.T, self.H, self.K = self.q.shape
         self.HV, self.V = self.v.shape[2:]
         self.N = self.B if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Of one state in the caller's layout: (HV, V, K), or (HV, K, V)."""
+        return (self.HV, self.V, self.K) if self.state_v_first else (self.HV, self.K, self.V)
+
+    @property
+    def state_per_token(self) -> bool:
+        """Whether the state after every token has a slot or a row of its own, not only each sequence's last one."""
+        return self.ssm_state_indices is not None and self.ssm_state_indices.dim() == 2

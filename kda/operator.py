@@ -80,10 +80,8 @@ def _fake(op: Op, *values: Any) -> tuple[Tensor, Tensor]:
     o = torch.empty_like(values[2], memory_format=torch.contiguous_format)
     if not call.output_final_state:
         return o, call.q.new_empty(0)
-    per_token = call.ssm_state_indices is not None and call.ssm_state_indices.dim() == 2
-    size = (call.V, call.K) if call.state_v_first else (call.K, call.V)
-    rows = call.B * call.T if per_token else call.N
-    return o, call.q.new_empty(rows, call.HV, *size, dtype=state_dtype(call.q.dtype))
+    states = call.B * call.T if call.state_per_token else call.N
+    return o, call.q.new_empty(states, *call.state_shape, dtype=state_dtype(call.q.dtype))
 
 
 @fused_recurrent_kda_.register_fake

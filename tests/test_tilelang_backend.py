@@ -84,18 +84,26 @@ def test_a_call_without_tokens_keeps_its_states(emulate, lengths):
     assert not state.any()
 
 
-def test_cache_of_builds_is_keyed_by_what_kernels_are_built_for():
-    from kda.backends.tilelang.build import config
-    from kda.normalise import normalise
+def test_one_build_serves_every_length(emulate):
+    from kda.backends.tilelang.build import build
 
-    lengths = {config(normalise("chunk_kda", **inputs.stable(2, T, 1))) for T in range(1, 20)}
-    assert len(lengths) == 1
-    other = {config(normalise("chunk_kda", **inputs.stable(1, 8, H, HV=HV))) for H, HV in ((1, 1), (1, 2), (2, 2))}
-    assert len(other) == 3
+    def built() -> int:
+        return build.cache_info().misses
+
+    def call(T: int, H: int, HV: int) -> None:
+        kda.chunk_kda(**inputs.stable(1, T, H, 64, HV=HV), backend="tilelang")
+
+    call(5, 1, 1)
+    before = built()
+    for T in range(1, 20):
+        call(T, 1, 1)
+    assert built() == before
+    call(5, 1, 2)
+    assert built() == before + 2  # prepare and recurrence
 
 
 def test_tiles_narrow_until_the_processors_are_busy():
-    from kda.backends.tilelang.build import _block_V
+    from kda.backends.tilelang.launch import _block_V
 
     assert [_block_V(states, 128, 132) for states in (1, 16, 32, 64, 96, 1000)] == [32, 32, 32, 64, 128, 128]
     assert _block_V(1, 64, 132) == 32

@@ -78,8 +78,7 @@ def initial_states(call: KdaCall) -> Tensor:
     """The states that the sequences start from, contiguous, in the caller's layout."""
     if call.initial_state is not None:
         return call.initial_state.contiguous()
-    size = (call.V, call.K) if call.state_v_first else (call.K, call.V)
-    return torch.zeros(call.N, call.HV, *size, device=call.q.device)
+    return torch.zeros(call.N, *call.state_shape, device=call.q.device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""A call on its way to the kernels: rows and chunk tables in memory, then plan -> prepare -> recurrence.
+"""A call of chunk_kda on its way to its kernels: chunk tables in memory, then plan -> prepare -> recurrence.
 
 No tensor value is read here, so that a call can be captured in a CUDA graph; everything runs on the current stream.
 """
@@ -15,26 +15,28 @@ from torch import Tensor
 from kda.backends.call import KdaCall
 from kda.golden.constants import CHUNK_SIZE
 
-from .build import Kernels, config, kernels
+from .build import CPU, HOPPER, Kernel, activation, build, dtypes, processors, target_for
 from .chunk_table import columns, num_slots, parts
+
+PREPARE = {CPU: "prepare.prepare", HOPPER: "prepare_hopper.prepare"}
+"""prepare's twins."""
 
 
 class Form(NamedTuple):
     """What a call's shapes, dtypes and options decide: computed once for all calls that share them."""
 
-    kernels: Kernels
-    dtype: torch.dtype  # of q, k, v and the table; g's and beta's own follow
+    plan: Kernel | None  # of packed calls
+    prepare: Kernel
+    recurrence: Kernel
+    dtype: torch.dtype  # of q, k, v and the table
     g_dtype: torch.dtype
     beta_dtype: torch.dtype
-    slots: int
-    width: int
-    state_shape: tuple[int, ...]
+    table_shape: tuple[int, ...]
 
 
 class Prepared(NamedTuple):
     """A call after M1 to M3: its tables, and the arguments by which the kernels that follow find its sequences."""
 
-    form: Form
     o: Tensor  # [B, T, HV, V], still empty but for its padding rows, which are 0
     table: Tensor  # [slots, HV, C, width]: qg, kg, w, u and Aqk
     decay: Tensor  # [slots, HV, K] fp32
@@ -47,20 +49,22 @@ def chunk_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
         return torch.zeros_like(call.v), _carried_over(call)
     with torch.cuda.device_of(call.q):
         p = _prepare(call)
-        initial, final = _states(call, p.form)
-        p.form.kernels.recurrence(p.table, p.decay, *initial, *p.sequences, p.o, *final)
+        initial, final = _states(call)
+        _form(call).recurrence(p.table, p.decay, *initial, *p.sequences, p.o, *final)
     o = p.o if p.o.dtype == call.v.dtype else p.o.to(call.v.dtype)
     return o, final[0] if final else None
 
 
 def stages(call: KdaCall) -> dict[str, Tensor]:
-    """The tables of M2 to M4 under the golden's names, chunk by chunk, by the kernels that keep snapshots."""
+    """The tables of M2 to M4 under the golden's names, chunk by chunk, by the kernel that keeps snapshots."""
     with torch.cuda.device_of(call.q):
         p = _prepare(call)
-        h = p.table.new_empty(p.form.slots, call.HV, call.K, call.V)
-        v_new = p.table.new_empty(p.form.slots, call.HV, CHUNK_SIZE, call.V)
-        initial, final = _states(call, p.form)
-        p.form.kernels.chunk_delta_h(p.table, p.decay, *initial, *p.sequences, h, v_new, *final)
+        slots = p.table.shape[0]
+        h = p.table.new_empty(slots, call.HV, call.K, call.V)
+        v_new = p.table.new_empty(slots, call.HV, CHUNK_SIZE, call.V)
+        initial, final = _states(call)
+        chunk_delta_h = _over_sequences("chunk_delta_h.chunk_delta_h", call)
+        chunk_delta_h(p.table, p.decay, *initial, *p.sequences, h, v_new, *final)
     tables = parts(p.table, call.K, call.V) | {"decay": p.decay, "h": h, "v_new": v_new}
     used = _used_slots(call)
     return {name: table[used] for name, table in tables.items()}
@@ -68,35 +72,69 @@ def stages(call: KdaCall) -> dict[str, Tensor]:
 
 def _form(call: KdaCall) -> Form:
     if (form := call.memo.get(__name__)) is None:
-        built = kernels(config(call))
-        dtypes = (getattr(torch, name) for name in (built.config.dtype, built.config.g_dtype, built.config.beta_dtype))
-        slots = num_slots(call.B * call.T, call.N, call.cu_seqlens is not None)
-        state = (call.V, call.K) if call.state_v_first else (call.K, call.V)
-        form = Form(built, *dtypes, slots, columns(call.K, call.V).width, (call.N, call.HV, *state))
-        call.memo[__name__] = form
+        form = call.memo[__name__] = _make_form(call)
     return form
+
+
+def _make_form(call: KdaCall) -> Form:
+    target, types, packed = target_for(call.q.device), dtypes(call), call.cu_seqlens is not None
+    plan = None
+    if packed:
+        plan = build(target, "plan.plan", HV=call.HV, V=call.V, dtype=types["dtype"], cu_dtype=call.cu_seqlens.dtype)
+    prepare = build(
+        target, PREPARE[target], H=call.H, g_dtype=types["g_dtype"], beta_dtype=types["beta_dtype"],
+        **_heads(call), **activation(call),
+    )  # fmt: skip
+    slots = num_slots(call.B * call.T, call.N, packed)
+    table_shape = (slots, call.HV, CHUNK_SIZE, columns(call.K, call.V).width)
+    return Form(plan, prepare, _over_sequences("recurrence.recurrence", call), *types.values(), table_shape)
+
+
+def _heads(call: KdaCall) -> dict[str, Any]:
+    return {
+        "HV": call.HV, "K": call.K, "V": call.V, "dtype": dtypes(call)["dtype"], "varlen": call.cu_seqlens is not None,
+        "cu_dtype": torch.int32 if call.cu_seqlens is None else call.cu_seqlens.dtype,
+    }  # fmt: skip
+
+
+def _over_sequences(builder: str, call: KdaCall) -> Kernel:
+    """A kernel that walks the chunks; threads and pipeline depth are those that were fastest on an H200."""
+    width = _block_V(call.N * call.HV, call.V, processors(call.q.device))
+    return build(
+        target_for(call.q.device), builder, block_V=width, threads=256 if width >= 128 else 128,
+        num_stages=3 if width == 32 else 2, state_v_first=call.state_v_first,
+        has_initial_state=call.initial_state is not None, has_final_state=call.output_final_state, **_heads(call),
+    )  # fmt: skip
+
+
+def _block_V(states: int, V: int, processors: int) -> int:
+    """The widest tile of V that still occupies most of the processors: a narrower one reads qg, kg and w more often."""
+    width = V
+    while width > 32 and states * (V // width) < 0.7 * processors:
+        width //= 2
+    return width
 
 
 def _prepare(call: KdaCall) -> Prepared:
     form = _form(call)
-    q, k, v = rows(call.q, form.dtype), rows(call.k, form.dtype), rows(call.v, form.dtype)
-    g, beta = rows(call.g, form.g_dtype), rows(call.beta, form.beta_dtype)
+    q, k, v = aligned(call.q, form.dtype), aligned(call.k, form.dtype), aligned(call.v, form.dtype)
+    g, beta = aligned(call.g, form.g_dtype), aligned(call.beta, form.beta_dtype)
     o = torch.empty_like(v)
-    if call.cu_seqlens is None:
+    if form.plan is None:
         sequences = owners = (call.T,)
     else:
         cu_seqlens = call.cu_seqlens.contiguous()
-        slot_seq = torch.empty(form.slots, dtype=torch.int32, device=q.device)
-        form.kernels.plan(cu_seqlens, slot_seq, o)
+        slot_seq = torch.empty(form.table_shape[0], dtype=torch.int32, device=q.device)
+        form.plan(cu_seqlens, slot_seq, o)
         sequences, owners = (cu_seqlens,), (cu_seqlens, slot_seq)
-    table = q.new_empty(form.slots, call.HV, CHUNK_SIZE, form.width)
-    decay = q.new_empty(form.slots, call.HV, call.K, dtype=torch.float32)
-    form.kernels.prepare(q, k, v, g, beta, *gate(call), call.scale, *owners, table, decay)
-    return Prepared(form, o, table, decay, sequences)
+    table = q.new_empty(form.table_shape)
+    decay = q.new_empty(form.table_shape[0], call.HV, call.K, dtype=torch.float32)
+    form.prepare(q, k, v, g, beta, *gate(call), call.scale, *owners, table, decay)
+    return Prepared(o, table, decay, sequences)
 
 
-def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in dtype, contiguous, and aligned as wide loads and TMA need it."""
+def aligned(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in dtype, contiguous, and at an address that wide loads and TMA take."""
     if x.dtype != dtype:
         x = x.to(dtype)
     if not x.is_contiguous():
@@ -111,8 +149,8 @@ def gate(call: KdaCall) -> tuple[Any, ...]:
     if not call.use_gate_in_kernel:
         return ()
     f32 = torch.float32
-    A_log = _zeros(call.HV, call.q.device) if call.A_log is None else rows(call.A_log, f32)
-    dt_bias = _zeros(call.HV * call.K, call.q.device) if call.dt_bias is None else rows(call.dt_bias, f32)
+    A_log = _zeros(call.HV, call.q.device) if call.A_log is None else aligned(call.A_log, f32)
+    dt_bias = _zeros(call.HV * call.K, call.q.device) if call.dt_bias is None else aligned(call.dt_bias, f32)
     return (A_log, dt_bias) if call.lower_bound is None else (A_log, dt_bias, call.lower_bound)
 
 
@@ -121,10 +159,12 @@ def _zeros(size: int, device: torch.device) -> Tensor:
     return torch.zeros(size, device=device)
 
 
-def _states(call: KdaCall, form: Form) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def _states(call: KdaCall) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The initial and the final state as arguments of a kernel; none where the call has none."""
-    initial = () if call.initial_state is None else (rows(call.initial_state, torch.float32),)
-    final = (call.q.new_empty(form.state_shape, dtype=torch.float32),) if call.output_final_state else ()
+    initial = () if call.initial_state is None else (aligned(call.initial_state, torch.float32),)
+    final = ()
+    if call.output_final_state:
+        final = (call.q.new_empty(call.N, *call.state_shape, dtype=torch.float32),)
     return initial, final
 
 
@@ -133,8 +173,8 @@ def _carried_over(call: KdaCall) -> Tensor | None:
     if not call.output_final_state:
         return None
     if call.initial_state is not None:
-        return call.initial_state.clone()
-    return call.q.new_zeros(_form(call).state_shape, dtype=torch.float32)
+        return call.initial_state.clone(memory_format=torch.contiguous_format)
+    return call.q.new_zeros(call.N, *call.state_shape, dtype=torch.float32)
 
 
 def _used_slots(call: KdaCall) -> Tensor:

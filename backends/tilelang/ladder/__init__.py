@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..build import CPU, HOPPER, build, target_for
-from ..launch import rows
+from ..launch import aligned
 
 __all__ = ["BLOCK_V", "HEAD_DIMS", "KERNELS", "run"]
 
@@ -43,7 +43,7 @@ def run(name: str, q: Tensor, k: Tensor, v: Tensor, *gate: Tensor) -> Tensor:
     kernel = _kernel(name, q.shape[3], v.shape[3], str(q.dtype).removeprefix("torch."), target)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     with torch.cuda.device_of(q):
-        kernel(*(rows(x, x.dtype) for x in (q, k, v, *gate)), o)
+        kernel(*(aligned(x, x.dtype) for x in (q, k, v, *gate)), o)
     return o
 
 
