@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import os
 import warnings
 from typing import Protocol
@@ -62,24 +61,12 @@ def load(name: str) -> Backend:
 
 def unusable(name: str) -> list[str]:
     """Every reason why backend `name` cannot run on this machine; empty if it can."""
-    if name in NAMES and not _exists(name):
-        return ["its kernels are not part of this version"]
     return load(name).unusable()
-
-
-@functools.cache  # a search of the file system, too slow for every call
-def _exists(name: str) -> bool:
-    return importlib.util.find_spec(f"{__name__}.{name}") is not None
 
 
 def status() -> dict[str, list[str]]:
     """Each backend's name with the reasons why it cannot be used here; an empty list means that it can."""
     return {name: unusable(name) for name in NAMES}
-
-
-def about(name: str) -> str:
-    """A line about backend `name`; empty where this version does not contain it."""
-    return load(name).about if _exists(name) else ""
 
 
 def for_device(device_type: str) -> str:

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     environment = [(name, os.environ.get(name, "(unset)"), meaning) for name, meaning in _ENVIRONMENT.items()]
     _section(console, "Environment variables", environment)
     _section(console, "Backends", [(name, *_usable(reasons)) for name, reasons in status.items()])
-    _section(console, "About them", [(name, backends.about(name)) for name in status if backends.about(name)])
+    _section(console, "About them", [(name, backends.load(name).about) for name in status])
     _section(console, "backend=auto takes", [(auto_choice(t, status), f"for tensors on {t}") for t in types])
     return 0
 

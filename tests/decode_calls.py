@@ -35,6 +35,12 @@ def _pooled(gap: int = 0, state_v_first: bool = True, **options: Any) -> Call:
     return call | {"initial_state": buffer[..., :columns]} | options
 
 
+def _apart(distance: int, offset: int) -> Tensor:
+    """A pool of dense slots so many elements apart, so many from the start of their memory."""
+    memory = torch.randn(19 * distance + offset, generator=torch.Generator().manual_seed(1))
+    return memory.as_strided((19, 2, 128, 64), (distance, 128 * 64, 64, 1), offset)
+
+
 CALLS: dict[str, Callable[[], Call]] = {
     "batch, GVA, V > K": lambda: _stable(3, 2, 2, 64, 128, 4, initial_state=True),
     "packed, padded, no state": lambda: _stable(1, 9, 1, 64, lengths=[1, 0, 4]),
@@ -44,10 +50,22 @@ CALLS: dict[str, Callable[[], Call]] = {
     "bounded gate, 2 sigmoid, int64": lambda: (
         lambda call: call | {"cu_seqlens": call["cu_seqlens"].long()}
     )(_raw(1, 5, 1, 64, lengths=[2, 3], lower_bound=-5.0, allow_neg_eigval=True)),
+    "gates beyond fp32": lambda: (
+        lambda call: call | {"A_log": call["A_log"] + 200.0, "g": call["g"] - 300.0}
+    )(_raw(1, 3, 1, 64, initial_state=True)),
     "in place": lambda: _stable(2, 2, 1, 64, initial_state=True) | {"inplace_final_state": True},
     "slots": lambda: _pooled(ssm_state_indices=SLOTS[:, 0]),
     "slots in place": lambda: _pooled(ssm_state_indices=SLOTS[:, 0].int(), inplace_final_state=True),
     "slots in place, with gaps": lambda: _pooled(16, ssm_state_indices=SLOTS[:, 0], inplace_final_state=True),
+    "slots in place, odd address": lambda: _pooled(
+        ssm_state_indices=SLOTS[:, 0], inplace_final_state=True
+    ) | {"initial_state": _apart(2 * 128 * 64, 1)},
+    "slots in place, odd distance": lambda: _pooled(
+        ssm_state_indices=SLOTS[:, 0], inplace_final_state=True
+    ) | {"initial_state": _apart(2 * 128 * 64 + 3, 0)},
+    "slots in place, apart": lambda: _pooled(
+        ssm_state_indices=SLOTS[:, 0], inplace_final_state=True
+    ) | {"initial_state": _apart(2 * 128 * 64 + 8, 0)},
     "drafts": lambda: _pooled(ssm_state_indices=SLOTS),
     "drafts in place, K first": lambda: _pooled(
         state_v_first=False, ssm_state_indices=SLOTS.int(), inplace_final_state=True
@@ -77,7 +95,7 @@ def check(name: str, backend: str, limit: float, device: str = "cpu", dtype: tor
         assert states is pool
         assert rel_rmse(pool.nan_to_num(), expected.nan_to_num()) <= limit
         written = torch.ones(len(pool), dtype=torch.bool, device=device) if named is None else _named(pool, named)
-        was = before.as_strided(pool.shape, pool.stride())
+        was = before.as_strided(pool.shape, pool.stride(), pool.storage_offset())
         assert same_bits(pool[~written], was[~written]), "slots that are not named"
         pool.copy_(was)
         assert same_bits(_storage(pool), before), "memory between the slots"
@@ -97,7 +115,7 @@ def _placed(x: Any, device: str, dtype: torch.dtype | None) -> Any:
     """x on the device, strides and the memory between them included."""
     if not isinstance(x, Tensor):
         return x
-    return _storage(x).clone().to(device=device, dtype=dtype).as_strided(x.shape, x.stride())
+    return _storage(x).clone().to(device=device, dtype=dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def _storage(x: Tensor) -> Tensor:

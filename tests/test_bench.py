@@ -67,7 +67,7 @@ def test_flops_by_hand() -> None:
     chunk = 5 * 2 * 64 * 64 * 128 + 3 * 2 * 64 * 128 * 128 + 64**3 / 3
     assert CASES["T64"].flops == pytest.approx(32 * chunk)
     assert CASES["H96"].flops == pytest.approx(96 * 128 * chunk)
-    assert CASES["B16-draft4"].flops == 16 * 4 * 32 * 7 * 128 * 128
+    assert CASES["B16x4"].flops == 16 * 4 * 32 * 7 * 128 * 128
     # A tail counts by its tokens; of one token: 10 · 128 + 6 · 128² + 1/3. Sequences don't share chunks.
     one = 10 * 128 + 6 * 128 * 128 + 1 / 3
     assert Case("", 1, (65,)).flops == pytest.approx(chunk + one)
@@ -76,7 +76,7 @@ def test_flops_by_hand() -> None:
 
 def test_scaled_down() -> None:
     assert CASES["H96-mixed"].scaled_down().lengths == (40, 17, 64, 30, 8, 95)
-    assert CASES["B64-draft4"].scaled_down() == Decode("B64-draft4", 2, (4,) * 4)
+    assert CASES["B64x4"].scaled_down() == Decode("B64x4", 2, (4,) * 4)
     assert (CASES["H8-T65536"].scaled_down().H, CASES["T64"].scaled_down().lengths) == (1, (2,))
 
 
@@ -176,7 +176,7 @@ def test_a_peer_that_fails_costs_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_peer_decodes_beside_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, ours = install_peer(monkeypatch), []
     monkeypatch.setattr(kda, "fused_recurrent_kda", lambda **arguments: ours.append(arguments))
-    code, report = bench(tmp_path, "B16-draft4", "--peers")
+    code, report = bench(tmp_path, "B16x4", "--peers")
     assert code == 0 and [m["operator"] for m in report["measurements"]] == ["kda", "fla"]
     assert calls[-1]["q"] is ours[-1]["q"] and calls[-1]["q"].shape == (1, 4, 2, 128)
 

@@ -136,6 +136,18 @@ def test_tensors_past_int32_are_refused(monkeypatch):
     for T, reasons in ((2**24 - 1, 0), (2**24, 1)):
         call = {name: x.expand(1, T, *x.shape[2:]) if isinstance(x, Tensor) else x for name, x in small.items()}
         assert len(pypto_backend.refuses(normalise("chunk_kda", **call))) == reasons
+    pool = small | {"ssm_state_indices": torch.ones(1, dtype=torch.int32)}
+    for slots, reasons in ((2**17 - 1, 0), (2**17, 1)):
+        pool["initial_state"] = torch.zeros(1).expand(slots, 1, 128, 128)
+        assert len(pypto_backend.refuses(normalise("fused_recurrent_kda", **pool))) == reasons
+    each_token = small | {
+        name: small[name].expand(1, 2**17, *small[name].shape[2:]) for name in ("q", "k", "v", "g", "beta")
+    }
+    each_token |= {
+        "initial_state": torch.zeros(2, 1, 128, 128),
+        "ssm_state_indices": torch.ones(1, 2**17, dtype=torch.int32),
+    }
+    assert len(pypto_backend.refuses(normalise("fused_recurrent_kda", **each_token))) == 1
 
 
 # ---- what the host does

@@ -171,6 +171,8 @@ def test_activations_in_the_kernel(lower_bound: float | None) -> None:
     call["g"][:, ::7] *= 60.0  # saturated gates, to both sides
     call["cu_seqlens"] = call["cu_seqlens"].long()
     check(call)
+    no_decay = {"A_log": call["A_log"] + 200.0, "g": call["g"].clamp(max=2.0) - 300.0}
+    check(call | no_decay)  # in fp32 an infinite rate times a softplus of 0
 
 
 def test_collinear_keys() -> None:

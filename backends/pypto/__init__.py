@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from types import ModuleType
 
 import torch
@@ -50,7 +51,11 @@ def refuses(call: KdaCall) -> list[str]:
     for name, size in (("K", call.K), ("V", call.V)):
         if size not in HEAD_DIMS:
             reasons.append(f"{name} must be {' or '.join(map(str, HEAD_DIMS))}, got {size}")
-    if (elements := call.B * call.T * call.HV * max(call.K, call.V)) > MOST_ELEMENTS:
+    states = max(call.N, call.B * call.T * call.state_per_token)
+    sizes = [call.B * call.T * call.HV * max(call.K, call.V), states * math.prod(call.state_shape)]
+    if call.initial_state is not None:
+        sizes.append(call.initial_state.numel())
+    if (elements := max(sizes)) > MOST_ELEMENTS:
         reasons.append(f"a tensor must have fewer than 2^31 elements, got {elements}")
     return reasons
 

@@ -51,8 +51,8 @@ def load_chunk(
     bias: pypto.Tensor, t: Index, head: Index, count: Index, config: Config,
 ) -> Tiles:  # fmt: skip
     """The chunk of `count` tokens from t on as one value head sees it, activated."""
-    kv_head = head // config.group
+    qk_head = head // config.group
     return activate(
-        load(q, t, kv_head, count), load(k, t, kv_head, count), load(v, t, head, count), load(g, t, head, count),
+        load(q, t, qk_head, count), load(k, t, qk_head, count), load(v, t, head, count), load(g, t, head, count),
         load(beta, t, head, count), parameter(rate, head), parameter(bias, head), config,
     )  # fmt: skip

@@ -30,9 +30,9 @@ def fused_recurrent_kda(
                 S = load_state(initial, slot, head, config)
                 begin = cu[n]
                 for t in pypto.loop(begin, cu[n + 1], name="tokens", idx_name="t"):
-                    kv_head = head // config.group
+                    qk_head = head // config.group
                     o_t, S_t = step(
-                        queries(row(q, t, kv_head), config), keys(row(k, t, kv_head), config), column(v, t, head),
+                        queries(row(q, t, qk_head), config), keys(row(k, t, qk_head), config), column(v, t, head),
                         log_decay(row(g, t, head), parameter(rate, head), parameter(bias, head), config),
                         step_size(row(beta, t, head), config), S,
                     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The backend for NVIDIA GPUs: TileLang kernels for M1 to M4 (plan -> prepare -> recurrence).
+"""The backend for NVIDIA GPUs: TileLang kernels for chunk_kda (plan -> prepare -> recurrence) and fused_recurrent_kda.
 
 With KDA_EMULATE=1 the same kernel sources also run on CPU tensors, in float32 and slowly: to check them without a GPU.
 """

@@ -9,6 +9,9 @@ import tilelang.language as T
 LOG2E = 1.4426950408889634
 """log2(e): exp(x) = exp2(LOG2E * x), and exp2 is what the hardware has."""
 
+MAX_LOG2_RATE = 126.0
+"""exp(A_log) is bounded by 2 to this: an infinite rate would make NaN of a softplus that is 0."""
+
 _SERIES_BELOW = 2.0**-6
 _LINEAR_ABOVE = 20.0
 
@@ -35,3 +38,19 @@ def log2_softplus_gate(g: Any, dt_bias: Any, A: Any) -> Any:
 def log2_bounded_gate(g: Any, dt_bias: Any, A: Any, lower_bound: Any) -> Any:
     """lower_bound * sigmoid(A * (g + dt_bias)) * log2(e), with A = exp(A_log)."""
     return LOG2E * lower_bound * sigmoid(A * (g + dt_bias))
+
+
+@T.macro
+def rate(A_log: Any, hv: Any, use_gate: bool) -> Any:
+    """A = exp(A_log) of a head, 1 without the gate."""
+    return T.exp2(T.min(LOG2E * A_log[hv], MAX_LOG2_RATE)) if use_gate else 1.0
+
+
+@T.macro
+def log2_gate(g: Any, dt_bias: Any, A: Any, lower_bound: Any, use_gate: bool, bounded_gate: bool) -> Any:
+    """log2 of a token's decay, of whichever form."""
+    if bounded_gate:
+        return log2_bounded_gate(g, dt_bias, A, lower_bound)
+    if use_gate:
+        return log2_softplus_gate(g, dt_bias, A)
+    return LOG2E * g

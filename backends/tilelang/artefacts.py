@@ -1,7 +1,7 @@
 """Compiled kernels on disk, beside TileLang's own cache: a later process runs one without importing TileLang.
 
-That import takes seconds, and loading a kernel milliseconds. An entry is named after everything that it was built from:
-target, parameters, TileLang's version and the source of this folder.
+That import takes seconds, and loading a kernel milliseconds. An entry is named after what it was built from: target,
+parameters, TileLang's version, and the source of this folder and of the constants.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""M4's recurrence, with a snapshot of the state for every chunk: what chunk_o and the backward pass start from.
+"""M4's recurrence, with a snapshot of the state for every chunk: what `stages` shows and chunk_o starts from.
 
 Per (sequence, value head, tile of V), chunk after chunk, with S [K, tile] fp32 in registers:
 
     h = S      v_new = u - w S      S <- diag(decay) S + kgᵀ v_new
 
-in (chunk table): kg, w [slots, HV, 64, K]   u [slots, HV, 64, V]   decay [slots, HV, K] fp32
-in: initial_state fp32, or zeros      out: final_state fp32
-out (chunk table): h [slots, HV, K, V], the state entering the chunk   v_new [slots, HV, 64, V]
+in: table [slots, HV, 64, width] (chunk_table.py), of which kg, w and u; decay [slots, HV, K] fp32, initial_state fp32,
+    or zeros
+out: h [slots, HV, K, V], the state entering the chunk; v_new [slots, HV, 64, V]; final_state fp32
 
 Assumes rows past a sequence's end to be zero in the table, and writes v_new so. Unused slots are left as they are.
 """
@@ -40,8 +40,7 @@ def chunk_delta_h(
 ) -> Any:
     """Kernel (table, decay, [initial_state], cu_seqlens | seq_len, h, v_new, [final_state]).
 
-    The states exist with their flags; cu_seqlens [N + 1] in the varlen form, else seq_len (an int). GPUs before Hopper
-    take num_stages=1 alone.
+    The states exist with their flags; cu_seqlens [N + 1] in the varlen form, else seq_len (an int).
     """
     f32 = "float32"
     tiles = V // block_V
@@ -78,8 +77,8 @@ def chunk_delta_h(
             kg_s = T.alloc_shared((C, K), dtype)
             decay_s = T.alloc_shared((K,), f32)
             T.annotate_layout({u_s: make_swizzled_layout(u_s)})
-            v_f = T.alloc_fragment((C, block_V), f32)
-            v_s = T.alloc_shared((C, block_V), dtype)
+            v_new_f = T.alloc_fragment((C, block_V), f32)
+            v_new_s = T.alloc_shared((C, block_V), dtype)
 
             if has_initial_state:
                 load_state(initial_state, n, hv, column, state_v_first, state)
@@ -91,16 +90,16 @@ def chunk_delta_h(
                 T.copy(decay[base + c, hv, 0:K], decay_s)
                 T.copy(table[base + c, hv, 0:C, at.kg : at.kg + K], kg_s)
                 T.copy(state, state_s)
-                T.gemm(w_s, state_s, v_f, clear_accum=True)
+                T.gemm(w_s, state_s, v_new_f, clear_accum=True)
                 for i, j in T.Parallel(C, block_V):
-                    v_f[i, j] = u_s[i, j] - v_f[i, j]
-                T.copy(v_f, v_s)
+                    v_new_f[i, j] = u_s[i, j] - v_new_f[i, j]
+                T.copy(v_new_f, v_new_s)
                 for i, j in T.Parallel(K, block_V):
                     state[i, j] = state[i, j] * decay_s[i]
-                T.gemm(kg_s, v_s, state, transpose_A=True)
+                T.gemm(kg_s, v_new_s, state, transpose_A=True)
                 # Plain stores: a TMA store would have the loop wait until it has read the tile.
                 T.copy(state_s, h[base + c, hv, 0:K, column : column + block_V], disable_tma=True)
-                T.copy(v_s, v_new[base + c, hv, 0:C, column : column + block_V], disable_tma=True)
+                T.copy(v_new_s, v_new[base + c, hv, 0:C, column : column + block_V], disable_tma=True)
             if has_final_state:
                 store_state(state, final_state, n, hv, column, state_v_first)
 

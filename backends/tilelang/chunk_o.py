@@ -4,6 +4,9 @@
 
 in: table [slots, HV, 64, width] (chunk_table.py), of which qg and aqk; h [slots, HV, K, V], v_new [slots, HV, 64, V]
 out: o [B, T, HV, V] (rows of sequences only)
+
+With chunk_delta_h it is the recurrence cut in two, as a backward pass will need it; no call takes that way yet. Assumes
+rows past a sequence's end to be zero in the table and in v_new.
 """
 
 from typing import Any

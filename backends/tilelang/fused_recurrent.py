@@ -21,7 +21,8 @@ import tilelang.language as T
 
 from kda.golden.constants import L2_NORM_EPS
 
-from .activation import LOG2E, log2_bounded_gate, log2_softplus_gate, sigmoid
+from .activation import log2_gate, rate, sigmoid
+from .state import load_columns, state_tensor, store_columns
 
 THREADS = 128
 ROW_THREADS = 8
@@ -101,31 +102,7 @@ def fused_recurrent(
         indices_t = T.Tensor((sequences, S) if slots_per_token else (sequences,), slot_dtype)
     accepted_t = None if accepted_dtype is None else T.Tensor((sequences,), accepted_dtype)
     final_rows = B * L if slots_per_token else sequences
-    final_state_t = T.Tensor((final_rows, *state), f32) if has_final_state else None
-
-    @T.macro
-    def log2_decay(g: Any, bias: Any, A: Any, lower_bound: Any):
-        if bounded_gate:
-            return log2_bounded_gate(g, bias, A, lower_bound)
-        if use_gate:
-            return log2_softplus_gate(g, bias, A)
-        return LOG2E * g
-
-    @T.macro
-    def load(memory: Any, row: Any, hv: Any, column: Any, tile: Any):
-        for i, j in T.Parallel(block_V, K):
-            if state_v_first:
-                tile[i, j] = memory[row, hv, column + i, j]
-            else:
-                tile[i, j] = memory[row, hv, j, column + i]
-
-    @T.macro
-    def store(tile: Any, memory: Any, row: Any, hv: Any, column: Any):
-        for i, j in T.Parallel(block_V, K):
-            if state_v_first:
-                memory[row, hv, column + i, j] = tile[i, j]
-            else:
-                memory[row, hv, j, column + i] = tile[i, j]
+    final_state_t = state_tensor(final_rows, HV, K, V, state_v_first) if has_final_state else None
 
     @T.prim_func
     def kda_fused_recurrent(
@@ -202,22 +179,19 @@ def fused_recurrent(
             b = T.alloc_var(f32)
             if T.And(n < sequences, start >= (1 if slot_dtype is not None else 0)):
                 if has_initial_state:
-                    load(initial_state, start, hv, column, tile)
+                    load_columns(initial_state, start, hv, column, state_v_first, tile)
                 else:
                     T.clear(tile)
-                A = T.exp2(LOG2E * A_log[hv]) if use_gate else 1.0
+                A = rate(A_log, hv, use_gate)
                 for t in T.serial(length):
                     for j in T.Parallel(K):
                         k_s[j] = T.cast(k[batch, bos + t, hk, j], f32)
                         q_s[j] = T.cast(q[batch, bos + t, hk, j], f32)
-                        a_s[j] = T.exp2(
-                            log2_decay(
-                                T.cast(g[batch, bos + t, hv, j], f32),
-                                dt_bias[hv * K + j] if use_gate else 0.0,
-                                A,
-                                lower_bound,
-                            )
-                        )
+                        log2_a = log2_gate(
+                            T.cast(g[batch, bos + t, hv, j], f32), dt_bias[hv * K + j] if use_gate else 0.0, A,
+                            lower_bound, use_gate, bounded_gate,
+                        )  # fmt: skip
+                        a_s[j] = T.exp2(log2_a)
                     for x, j in T.Parallel(4, K):
                         rows[x, j] = T.if_then_else(x == 1, q_s[j], k_s[j]) * T.if_then_else(x == 0, k_s[j], q_s[j])
                     T.reduce_sum(rows, sums, dim=1)
@@ -246,23 +220,23 @@ def fused_recurrent(
                     if slots_per_token and inplace:
                         slot = T.cast(indices[n, t], "int32")
                         if slot > 0:
-                            store(tile, initial_state, slot, hv, column)
+                            store_columns(tile, initial_state, slot, hv, column, state_v_first)
                     if slots_per_token and has_final_state:
-                        store(tile, final_state, batch * L + bos + t, hv, column)
+                        store_columns(tile, final_state, batch * L + bos + t, hv, column, state_v_first)
                 if inplace and not slots_per_token:  # noqa: SIM102  (known when built, and the next when it runs)
                     if length > 0:
-                        store(tile, initial_state, start, hv, column)
+                        store_columns(tile, initial_state, start, hv, column, state_v_first)
                 if has_final_state and not slots_per_token:
-                    store(tile, final_state, n, hv, column)
+                    store_columns(tile, final_state, n, hv, column, state_v_first)
             else:
                 T.clear(tile)
                 for t in T.serial(length):
                     for i in T.Parallel(block_V):
                         o[batch, bos + t, hv, column + i] = 0
                     if slots_per_token and has_final_state:
-                        store(tile, final_state, batch * L + bos + t, hv, column)
+                        store_columns(tile, final_state, batch * L + bos + t, hv, column, state_v_first)
                 if has_final_state and not slots_per_token:  # noqa: SIM102
                     if n < sequences:
-                        store(tile, final_state, n, hv, column)
+                        store_columns(tile, final_state, n, hv, column, state_v_first)
 
     return kda_fused_recurrent

@@ -26,7 +26,7 @@ from tilelang import PassConfigKey
 
 from kda.golden.constants import CHUNK_SIZE as C
 
-from .activation import LOG2E, log2_bounded_gate, log2_softplus_gate, sigmoid
+from .activation import log2_gate, rate, sigmoid
 from .bisection import HALF, LEVELS_WITHIN_HALVES, level_operands, norm, store_level
 from .chunk_table import columns
 from .inverse import inverse_times_beta
@@ -74,14 +74,6 @@ def prepare(
     cu_seqlens_t = T.Tensor((N1,), cu_dtype) if varlen else None
     slot_seq_t = T.Tensor((slots,), "int32") if varlen else None
     seq_len_t = None if varlen else T.int32
-
-    @T.macro
-    def log2_decay(g: Any, bias: Any, A: Any, lower_bound: Any):
-        if bounded_gate:
-            return log2_bounded_gate(g, bias, A, lower_bound)
-        if use_gate:
-            return log2_softplus_gate(g, bias, A)
-        return LOG2E * g
 
     @T.prim_func
     def kda_prepare(
@@ -133,7 +125,7 @@ def prepare(
                 log2_a = T.alloc_fragment((2, K), f32)
                 log2_half = T.alloc_fragment((2, K), f32)
                 log2_half_s = T.alloc_shared((2, K), f32)
-                A = T.exp2(LOG2E * A_log[hv]) if use_gate else 1.0
+                A = rate(A_log, hv, use_gate)
                 for h, c in T.Parallel(2, K):
                     bias[h, c] = dt_bias[hv * K + c] if use_gate else 0.0
                 T.clear(log2_half)
@@ -143,7 +135,7 @@ def prepare(
                             h * HALF + r < rows, g[t0 + h * HALF + r, hv, c], T.cast(0, g_dtype)
                         )
                     for h, c in T.Parallel(2, K):
-                        log2_a[h, c] = log2_decay(log2_a[h, c], bias[h, c], A, lower_bound)
+                        log2_a[h, c] = log2_gate(log2_a[h, c], bias[h, c], A, lower_bound, use_gate, bounded_gate)
                         if use_gate:
                             log2_a[h, c] = T.if_then_else(h * HALF + r < rows, log2_a[h, c], 0.0)
                         log2_half[h, c] = log2_half[h, c] + log2_a[h, c]

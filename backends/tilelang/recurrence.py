@@ -41,8 +41,7 @@ def recurrence(
 ) -> Any:
     """Kernel (table, decay, [initial_state], cu_seqlens | seq_len, o, [final_state]).
 
-    The states exist with their flags; cu_seqlens [N + 1] in the varlen form, else seq_len (an int). GPUs before Hopper
-    take num_stages=1 alone.
+    The states exist with their flags; cu_seqlens [N + 1] in the varlen form, else seq_len (an int).
     """
     f32 = "float32"
     tiles = V // block_V

@@ -1,4 +1,7 @@
-"""The recurrent state as a fragment [K, columns], columns of V; in memory fp32, [N, HV, V, K] or [N, HV, K, V]."""
+"""The recurrent state in memory: fp32, [N, HV, V, K] or [N, HV, K, V]. In a kernel some columns of V are a fragment.
+
+That is [K, columns] for tensor cores, or [columns, K] where the kernel sums over K by itself.
+"""
 
 from typing import Any
 
@@ -26,3 +29,21 @@ def store_state(state: Any, memory: Any, n: Any, hv: Any, first_column: Any, sta
             memory[n, hv, first_column + j, i] = state[i, j]
         else:
             memory[n, hv, i, first_column + j] = state[i, j]
+
+
+@T.macro
+def load_columns(memory: Any, n: Any, hv: Any, first_column: Any, state_v_first: bool, columns: Any):
+    for i, j in T.Parallel(*columns.shape):
+        if state_v_first:
+            columns[i, j] = memory[n, hv, first_column + i, j]
+        else:
+            columns[i, j] = memory[n, hv, j, first_column + i]
+
+
+@T.macro
+def store_columns(columns: Any, memory: Any, n: Any, hv: Any, first_column: Any, state_v_first: bool):
+    for i, j in T.Parallel(*columns.shape):
+        if state_v_first:
+            memory[n, hv, first_column + i, j] = columns[i, j]
+        else:
+            memory[n, hv, j, first_column + i] = columns[i, j]

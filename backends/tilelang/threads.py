@@ -6,7 +6,10 @@ import tilelang.language as T
 
 from kda.golden.constants import MIN_LOG_DECAY
 
-from .activation import LOG2E
+from .activation import LOG2E, MAX_LOG2_RATE
+
+MAX_LOG2_BOUNDED_RATE = 100.0
+"""The bounded gate's factor is multiplied out, A g + A dt_bias: neither may be infinite, lest their sum be NaN."""
 
 
 @T.macro
@@ -41,7 +44,8 @@ def log2_softplus(x: Any) -> Any:
 
 def gate_factor(A_log: Any, hv: Any, bounded: bool) -> Any:
     """What `log2_decay` multiplies with, once per block."""
-    return (-LOG2E if bounded else -1.0) * T.exp2(LOG2E * A_log[hv])
+    largest = MAX_LOG2_BOUNDED_RATE if bounded else MAX_LOG2_RATE
+    return (-LOG2E if bounded else -1.0) * T.exp2(T.min(LOG2E * A_log[hv], largest))
 
 
 def gate_bias(factor: Any, dt_bias: Any, bounded: bool) -> Any:

@@ -93,7 +93,7 @@ class Case:
 
 
 class Decode(Case):
-    """A decoding step: a batch of equally many tokens, one or a few drafted ones, for each of many sequences."""
+    """A decoding step: one token, or a few as in drafting, for each of many sequences, from states into new ones."""
 
     operator = "fused_recurrent_kda"
     packed = False
@@ -119,7 +119,7 @@ CASES: dict[str, Case] = {
         Case("H8-T65536", 8, (65536,)),
         *(Case(f"T{T}", 32, (T,)) for T in (64, 128, 256, 512, 1024, 2048)),
         *(Decode(f"B{B}", 32, (1,) * B) for B in (1, 16, 64, 256)),
-        *(Decode(f"B{B}-draft4", 32, (4,) * B) for B in (1, 16, 64, 256)),
+        *(Decode(f"B{B}x4", 32, (4,) * B) for B in (1, 16, 64, 256)),
     )
 }
 HOST_CASE = "T64"

@@ -25,7 +25,8 @@ from kda.bench.measure import Ceilings, Measurement
 from kda.info import devices, versions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-SCALED = "Scaled down for the CPU: a 16th of the heads, a 32nd of the tokens. These are not the cases of the table."
+SCALED = ("Scaled down for the CPU: a 16th of the heads, a 32nd of the tokens, in decoding a 16th of the sequences. "
+          "These are not the cases of the table.")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

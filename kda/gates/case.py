@@ -26,8 +26,8 @@ REL_RMSE_LIMIT = 5e-3
 COLLINEAR_LIMIT = 1e-2
 """The same where keys are near-identical and hardly decay: I + Akk is ill-conditioned there."""
 COLLINEAR_16_BIT_LIMIT = 3e-2
-"""That limit, and no other, on accelerators, which multiply 16 bits: k exp(G_last - G) in bf16 alone costs 2.5e-2 in
-the state, since what the next keys cannot see of an error is never corrected."""
+"""That limit, and no other, for TileLang on a GPU, which multiplies 16 bits: k exp(G_last - G) in bf16 alone costs
+2.5e-2 in the state, since what the next keys cannot see of an error is never corrected."""
 
 Inputs = dict[str, object]
 PER_TOKEN = ("q", "k", "v", "g", "beta")
