@@ -71,8 +71,10 @@ def _normalised(op: Op, values: tuple[Any, ...], **inplace: bool) -> tuple[KdaCa
 
 
 def _outputs(call: KdaCall, values: tuple[Any, ...], o: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    v = values[2]  # as the caller gave it, and o comes back so
-    return o.view(v.shape), call.q.new_empty(0) if state is None else state
+    if values[2].dim() == 3:  # as the caller gave v, so o comes back
+        o = o.squeeze_(0)
+    # A view could not be modified in place by a caller for whom autograd records.
+    return o.clone() if o._is_view() else o, call.q.new_empty(0) if state is None else state
 
 
 def _fake(op: Op, *values: Any) -> tuple[Tensor, Tensor]:
@@ -96,20 +98,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(op: Op, ctx: Any, grad_o: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-    saved = iter(ctx.saved_tensors)
-    values = [
-        next(saved).detach().requires_grad_(needed) if kept is None else kept[0]
-        for kept, needed in zip(ctx.inputs, ctx.needs_input_grad, strict=True)
-    ]
+    saved, twice = iter(ctx.saved_tensors), torch.is_grad_enabled()
     with torch.enable_grad():
+        # Views, so that a tensor given for two arguments gets the gradient of each.
+        values = [
+            kept[0] if kept is not None else x.view_as(x) if (x := next(saved)).requires_grad else x
+            for kept in ctx.inputs
+        ]
         call, _ = _normalised(op, tuple(values))
         o, state = getattr(backends.load("torch"), op)(call)
-    outputs, grads = [o], [grad_o.view(o.shape)]
-    if state is not None:
-        outputs.append(state)
-        grads.append(grad_state)
+    pairs = [(o, grad_o.view(o.shape)), (state, grad_state)]
+    recorded = [(x, grad) for x, grad in pairs if x is not None and x.requires_grad]  # not o, of a call without tokens
+    outputs, grads = [x for x, _ in recorded], [grad for _, grad in recorded]
     wanted = [x for x, needed in zip(values, ctx.needs_input_grad, strict=True) if needed]
-    found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+    found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True, create_graph=twice))
     return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
 
 

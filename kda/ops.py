@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import increment_version
 
 import kda.operator  # noqa: F401  (what registers torch.ops.kda)
 from kda import backends
 from kda.backends.call import KdaCall
-from kda.normalise import normalise
+from kda.normalise import normalise, refuse_recording
 
 
 def chunk_kda(
@@ -68,7 +70,7 @@ def chunk_kda(
         ValueError, TypeError: an argument is wrong; the message names it, what was expected and what came.
         NotImplementedError: an explicitly named backend cannot take the call, with every reason.
     """
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not isinstance(q, FakeTensor):
         call = normalise("chunk_kda", q, k, v, g, beta, scale, initial_state, output_final_state,
                          use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                          A_log, dt_bias, lower_bound, cu_seqlens, state_v_first)  # fmt: skip
@@ -134,7 +136,7 @@ def fused_recurrent_kda(
     Raises:
         As `chunk_kda`.
     """
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not isinstance(q, FakeTensor):
         call = normalise("fused_recurrent_kda", q, k, v, g, beta, scale, initial_state, output_final_state,
                          use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                          A_log, dt_bias, lower_bound, cu_seqlens, state_v_first, inplace_final_state,
@@ -142,11 +144,14 @@ def fused_recurrent_kda(
         chosen = backends.select(call, backend)
         if chosen.differentiable or not torch.is_grad_enabled() or not _requires_grad(call):
             o, states = chosen.fused_recurrent_kda(call)
+            if inplace_final_state and not chosen.differentiable:
+                increment_version(initial_state)  # autograd cannot see a kernel write
             return (o[0] if v.dim() == 3 else o), states
     values = (q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
               use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias, lower_bound, cu_seqlens, state_v_first,
               backend, ssm_state_indices, num_accepted_tokens)  # fmt: skip
     if inplace_final_state:
+        refuse_recording(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
         o, states = torch.ops.kda.fused_recurrent_kda_(*values), initial_state
     else:
         o, states = torch.ops.kda.fused_recurrent_kda(*values)

@@ -66,6 +66,12 @@ CALLS: dict[str, Callable[[], Call]] = {
     "slots in place, apart": lambda: _pooled(
         ssm_state_indices=SLOTS[:, 0], inplace_final_state=True
     ) | {"initial_state": _apart(2 * 128 * 64 + 8, 0)},
+    "null slots of 64 bits": lambda: _pooled(
+        ssm_state_indices=torch.where(SLOTS < 1, 1 - 2**32, SLOTS), inplace_final_state=True
+    ),
+    "negative views": lambda: (lambda call: call | {n: torch._neg_view(call[n]) for n in ("q", "initial_state")})(
+        _stable(1, 2, 1, 64, initial_state=True)
+    ),
     "drafts": lambda: _pooled(ssm_state_indices=SLOTS),
     "drafts in place, K first": lambda: _pooled(
         state_v_first=False, ssm_state_indices=SLOTS.int(), inplace_final_state=True
@@ -115,11 +121,14 @@ def _placed(x: Any, device: str, dtype: torch.dtype | None) -> Any:
     """x on the device, strides and the memory between them included."""
     if not isinstance(x, Tensor):
         return x
+    if x.is_neg():
+        return torch._neg_view(_placed(torch._neg_view(x), device, dtype))
     return _storage(x).clone().to(device=device, dtype=dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def _storage(x: Tensor) -> Tensor:
     """All of the memory that x is a view of, flat."""
+    x = torch._neg_view(x) if x.is_neg() else x
     return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
 
 

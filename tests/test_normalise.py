@@ -184,7 +184,7 @@ BAD_RECURRENT = {
         "inplace_final_state: expected an initial_state to write to, got initial_state=None"),
     "in place on an expanded state": (dense(initial_state=STATE[:1].expand(B, HV, V, K), inplace_final_state=True),
         ValueError, "initial_state: expected memory of its own for every element with inplace_final_state, got "
-        "an expanded tensor with strides [0, 32, 8, 1]"),
+        "strides [0, 32, 8, 1] for shape [2, 4, 4, 8]"),
     "in place on a state that requires grad": (
         dense(initial_state=STATE.clone().requires_grad_(), inplace_final_state=True), ValueError,
         "inplace_final_state: expected torch.no_grad() around it, got initial_state that requires grad; "
@@ -229,6 +229,13 @@ BAD_RECURRENT = {
         "num_accepted_tokens: expected dtype int32 or int64, got float32"),
     "accepted as a number": (pool(num_accepted_tokens=1), TypeError,
         "num_accepted_tokens: expected a torch.Tensor, got int"),
+    "in place on states that overlap": (dense(
+        initial_state=zeros(1000).as_strided((B, HV, V, K), (3, 100, 8, 1)), inplace_final_state=True), ValueError,
+        "initial_state: expected memory of its own for every element with inplace_final_state, got strides "
+        "[3, 100, 8, 1] for shape [2, 4, 4, 8]"),
+    "in place on a negative view": (dense(initial_state=torch._neg_view(STATE), inplace_final_state=True), ValueError,
+        "initial_state: expected memory that holds its values with inplace_final_state, got a view with the negative "
+        "bit; resolve_neg() makes one"),
     "accepted elsewhere": (pool(num_accepted_tokens=ints(B).to(META)), ValueError,
         "num_accepted_tokens: expected device cpu as q, got meta"),
 }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kda
 from kda import backends
@@ -68,6 +69,88 @@ def test_a_backend_without_backward_gets_torchs_gradient(monkeypatch, options, o
     for name, gradient in expected.items():
         assert gradient.any(), name
         torch.testing.assert_close(actual[name], gradient)
+
+
+def _cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tilelang becomes a backend without a backward pass that runs here."""
+    load = backends.load
+    monkeypatch.setattr(backends, "load", lambda name: WithoutBackward() if name == "tilelang" else load(name))
+    monkeypatch.setattr(backends, "unusable", lambda name: [])
+
+
+@pytest.mark.parametrize("operator", [kda.chunk_kda, kda.fused_recurrent_kda])
+def test_second_derivatives(monkeypatch, operator):
+    _cut_off(monkeypatch)
+    call = inputs.stable(1, 3, 1, 2, 1, dtype=torch.float64, initial_state=True)
+    x = {name: call[name].double().requires_grad_() for name in ("q", "k", "v", "g", "beta", "initial_state")}
+    run = lambda *values: operator(**call | dict(zip(x, values, strict=True)), backend="tilelang")  # noqa: E731
+    assert torch.autograd.gradgradcheck(run, tuple(x.values()))
+
+
+@pytest.mark.parametrize("operator", [kda.chunk_kda, kda.fused_recurrent_kda])
+def test_a_call_without_tokens_passes_its_states_gradient_on(monkeypatch, operator):
+    _cut_off(monkeypatch)
+    call = inputs.stable(1, 0, 1, 4, dtype=torch.float32, initial_state=True)
+    call["initial_state"].requires_grad_()
+    operator(**call, backend="tilelang")[1].sum().backward()
+    assert (call["initial_state"].grad == 1).all()
+
+
+def test_one_tensor_in_two_places_gets_both_gradients(monkeypatch):
+    _cut_off(monkeypatch)
+    found = []
+    for backend in ("torch", "tilelang"):
+        call = inputs.stable(1, 5, 1, 4, dtype=torch.float32)
+        call["q"] = call["k"] = call["k"].requires_grad_()
+        kda.chunk_kda(**call, backend=backend)[0].sum().backward()
+        found.append(call["k"].grad)
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_output_can_be_modified_in_place(monkeypatch, packed):
+    _cut_off(monkeypatch)
+    call = inputs.stable(1, 5, 1, 4, dtype=torch.float32, lengths=[5] if packed else None)
+    if packed:
+        call |= {name: call[name][0] for name in ("q", "k", "v", "g", "beta")}
+    call["v"] = call["v"].requires_grad_()
+    o, _ = kda.chunk_kda(**call, backend="tilelang")
+    o += 1
+    o.sum().backward()
+    assert call["v"].grad.any()
+
+
+def test_autograd_sees_that_a_kernel_has_written_a_state(monkeypatch):
+    _cut_off(monkeypatch)
+    call = inputs.stable(1, 2, 1, 4, dtype=torch.float32, initial_state=True)
+    factor = torch.ones_like(call["initial_state"]).requires_grad_()
+    y = (call["initial_state"] * factor).sum()
+    kda.fused_recurrent_kda(**call, inplace_final_state=True, backend="tilelang")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_in_place_is_refused_where_autograd_records_while_compiling(backend):
+    call = inputs.stable(1, 2, 1, 4, dtype=torch.float32, initial_state=True)
+    call["q"].requires_grad_()
+    step = torch.compile(lambda **c: kda.fused_recurrent_kda(**c, inplace_final_state=True), backend=backend)
+    with pytest.raises(Exception, match=r"inplace_final_state: expected torch.no_grad\(\) around it, got q"):
+        step(**call)
+
+
+def test_value_checks_do_not_stop_the_compiler(monkeypatch):
+    monkeypatch.setenv("KDA_CHECK", "1")
+    call = inputs.stable(1, 5, 1, 4, dtype=torch.float32)
+    o, _ = torch.compile(lambda **c: kda.chunk_kda(**c), fullgraph=True, backend="aot_eager")(**call)
+    assert torch.equal(o, kda.chunk_kda(**call)[0])
+
+
+def test_fake_tensors_get_a_fake_result():
+    with FakeTensorMode() as mode:
+        call = {n: mode.from_tensor(x) if isinstance(x, Tensor) else x for n, x in inputs.stable(1, 5, 1, 64).items()}
+        o, state = kda.fused_recurrent_kda(**call, backend="tilelang")
+        assert o.shape == (1, 5, 1, 64) and state.shape == (1, 1, 64, 64)
 
 
 def test_only_the_gradients_asked_for_are_computed(monkeypatch):

@@ -56,7 +56,8 @@ def output(call: KdaCall) -> Tensor:
 
 def rows(call: KdaCall) -> list[Tensor]:
     """q, k, v, g, beta as `[B * T, heads, dim]`, then the gate's rate exp(A_log) and bias `[HV, K]`."""
-    tensors = [x.contiguous().flatten(0, 1) for x in (call.q, call.k, call.v, call.g, call.beta.unsqueeze(-1))]
+    inputs = call.q, call.k, call.v, call.g, call.beta.unsqueeze(-1)
+    tensors = [x.resolve_neg().contiguous().flatten(0, 1) for x in inputs]
     if call.A_log is None:
         rate = _filled(1.0, call.HV, call.K, call.q.device)
     else:
@@ -64,7 +65,7 @@ def rows(call: KdaCall) -> list[Tensor]:
         largest = math.log(torch.finfo(torch.float32).max) - 1.0
         rate = call.A_log.clamp(max=largest).exp().unsqueeze(-1).repeat(1, call.K)
     bias = _filled(0.0, call.HV, call.K, call.q.device) if call.dt_bias is None else call.dt_bias
-    return [*tensors, rate, bias.contiguous().view(call.HV, call.K)]
+    return [*tensors, rate, bias.resolve_neg().contiguous().view(call.HV, call.K)]
 
 
 def bounds(call: KdaCall) -> Tensor:
@@ -77,7 +78,7 @@ def bounds(call: KdaCall) -> Tensor:
 def initial_states(call: KdaCall) -> Tensor:
     """The states that the sequences start from, contiguous, in the caller's layout."""
     if call.initial_state is not None:
-        return call.initial_state.contiguous()
+        return call.initial_state.resolve_neg().contiguous()
     return torch.zeros(call.N, *call.state_shape, device=call.q.device)
 
 

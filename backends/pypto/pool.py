@@ -23,7 +23,7 @@ def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     The kernel takes contiguous states: of others the named ones are gathered before and, in place, put back after it.
     """
     o = output(call)
-    pool = initial_states(call) if call.initial_state is None else call.initial_state
+    pool = initial_states(call) if call.initial_state is None else call.initial_state.resolve_neg()
     start = _start(call)
     initial, kernel_start = (pool, start) if pool.is_contiguous() else _gathered(pool, start)
     if call.inplace_final_state:

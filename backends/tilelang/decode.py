@@ -29,8 +29,10 @@ class Form(NamedTuple):
 def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     """Run the call: o `[B, T, HV, V]`, and the states as the ABI has them, in place or new."""
     if call.N == 0 or call.T == 0:
-        return torch.zeros_like(call.v), _untouched(call)
+        return call.v.new_zeros(call.v.shape), _untouched(call)
     state = call.initial_state
+    if state is not None and state.is_neg():  # not one to write to: the front end sees to that
+        state = state.resolve_neg()
     quads = None if state is None else _quads(state)
     form = _form(call, gaps=state is not None and quads is None)
     with torch.cuda.device_of(call.q):

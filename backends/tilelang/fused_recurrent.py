@@ -29,6 +29,11 @@ ROW_THREADS = 8
 """Threads that share a column of the state in V-first memory: with four channels each they read 128 bytes of it."""
 
 
+def _slot(index: Any) -> Any:
+    """An index in int32, and 0 for any null one: of 64 bits the lower 32 may be another slot's."""
+    return T.cast(T.max(index, 0), "int32")
+
+
 def state_fragment(block_V: int, K: int, state_v_first: bool) -> Any:
     """Layout of the tile [block_V, K]: neighbours in memory are neighbours in a warp, four to a thread."""
     if state_v_first:
@@ -156,11 +161,9 @@ def fused_recurrent(
                 start = 0
             if n < sequences:
                 if slots_per_token:
-                    start = T.cast(
-                        indices[n, T.cast(accepted[n], "int32") - 1 if accepted_dtype is not None else 0], "int32"
-                    )
+                    start = _slot(indices[n, T.cast(accepted[n], "int32") - 1 if accepted_dtype is not None else 0])
                 elif slot_dtype is not None:
-                    start = T.cast(indices[n], "int32")
+                    start = _slot(indices[n])
 
             tile = T.alloc_fragment((block_V, K), f32)
             product = T.alloc_fragment((block_V, K), f32)
@@ -218,7 +221,7 @@ def fused_recurrent(
                     for i, j in T.Parallel(block_V, K):
                         tile[i, j] = tile[i, j] * a_s[j] + k_s[j] * delta[i]
                     if slots_per_token and inplace:
-                        slot = T.cast(indices[n, t], "int32")
+                        slot = _slot(indices[n, t])
                         if slot > 0:
                             store_columns(tile, initial_state, slot, hv, column, state_v_first)
                     if slots_per_token and has_final_state:

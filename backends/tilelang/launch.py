@@ -5,7 +5,6 @@ No tensor value is read here, so that a call can be captured in a CUDA graph; ev
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -46,7 +45,7 @@ class Prepared(NamedTuple):
 def chunk_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     """Run the call by the recurrence that keeps no snapshots of the state."""
     if call.N == 0 or call.T == 0:
-        return torch.zeros_like(call.v), _carried_over(call)
+        return call.v.new_zeros(call.v.shape), _carried_over(call)
     with torch.cuda.device_of(call.q):
         p = _prepare(call)
         initial, final = _states(call)
@@ -134,11 +133,11 @@ def _prepare(call: KdaCall) -> Prepared:
 
 
 def aligned(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in dtype, contiguous, and at an address that wide loads and TMA take."""
+    """x in dtype, contiguous, and at an address that wide loads and TMA take; its memory holds its values."""
     if x.dtype != dtype:
         x = x.to(dtype)
-    if not x.is_contiguous():
-        x = x.contiguous()
+    if not x.is_contiguous() or x.is_neg():
+        x = x.resolve_neg().contiguous()
     if x.data_ptr() % 16:
         x = x.clone()
     return x
@@ -149,14 +148,9 @@ def gate(call: KdaCall) -> tuple[Any, ...]:
     if not call.use_gate_in_kernel:
         return ()
     f32 = torch.float32
-    A_log = _zeros(call.HV, call.q.device) if call.A_log is None else aligned(call.A_log, f32)
-    dt_bias = _zeros(call.HV * call.K, call.q.device) if call.dt_bias is None else aligned(call.dt_bias, f32)
+    A_log = call.q.new_zeros(call.HV, dtype=f32) if call.A_log is None else aligned(call.A_log, f32)
+    dt_bias = call.q.new_zeros(call.HV * call.K, dtype=f32) if call.dt_bias is None else aligned(call.dt_bias, f32)
     return (A_log, dt_bias) if call.lower_bound is None else (A_log, dt_bias, call.lower_bound)
-
-
-@functools.cache
-def _zeros(size: int, device: torch.device) -> Tensor:
-    return torch.zeros(size, device=device)
 
 
 def _states(call: KdaCall) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

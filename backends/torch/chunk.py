@@ -34,7 +34,7 @@ def chunk_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
 
     layout = _layout(call, lambda longest: min(CHUNK_SIZE, 1 << max(longest - 1, 0).bit_length()))
     results, final = walk(call, layout, initial_states(call), body)
-    o = layout.by_token(results["o"]).view(call.v.shape) if results else torch.zeros_like(call.v)
+    o = layout.by_token(results["o"]).view(call.v.shape) if results else call.v.new_zeros(call.v.shape)
     return o, kv_layout(call, final).contiguous() if call.output_final_state else None
 
 

@@ -72,7 +72,7 @@ def _run(
                     pairs=lambda C: STATES_IN_CACHE if on_cpu else STATES_ON_DEVICE,
                     tokens=TOKENS_ON_CPU if on_cpu else TOKENS_ON_DEVICE)  # fmt: skip
     results, final = walk(call, layout, states, body)
-    o = layout.by_token(results["o"]).view(call.v.shape) if results else torch.zeros_like(call.v)
+    o = layout.by_token(results["o"]).view(call.v.shape) if results else call.v.new_zeros(call.v.shape)
     if per_token:
         final = layout.by_token(results["S"]) if results else states.new_zeros(layout.total, *states.shape[1:])
     return o, final
