@@ -14,6 +14,10 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+"""The tensors of a call that may require grad."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class KdaCall:
     """One checked call of `chunk_kda` or `fused_recurrent_kda`.

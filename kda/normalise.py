@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kda.backends.call import KdaCall, state_dtype
+from kda.backends.call import DIFFERENTIABLE, KdaCall, state_dtype
 from kda.golden.constants import LOWER_BOUND_RANGE
 from kda.value_checks import check_values
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTS = (torch.int32, torch.int64)
-_DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 _FLAGS = ("output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
           "allow_neg_eigval", "state_v_first", "inplace_final_state")  # fmt: skip
 
@@ -300,7 +299,7 @@ def _check_inplace(call: KdaCall) -> None:
             raise ValueError("initial_state: expected memory of its own for every element with inplace_final_state, "
                              f"got strides {list(state.stride())} for shape {_shape(state)}")  # fmt: skip
         reach += (size - 1) * stride
-    refuse_recording(**{name: getattr(call, name) for name in _DIFFERENTIABLE})
+    refuse_recording(**{name: getattr(call, name) for name in DIFFERENTIABLE})
 
 
 def refuse_recording(**tensors: Tensor | None) -> None:

@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 
 import kda.operator  # noqa: F401  (what registers torch.ops.kda)
 from kda import backends
-from kda.backends.call import KdaCall
+from kda.backends.call import DIFFERENTIABLE, KdaCall
 from kda.normalise import normalise, refuse_recording
 
 
@@ -86,8 +86,7 @@ def chunk_kda(
 
 
 def _requires_grad(call: KdaCall) -> bool:
-    inputs = (call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state)
-    return any(x is not None and x.requires_grad for x in inputs)
+    return any((x := getattr(call, name)) is not None and x.requires_grad for name in DIFFERENTIABLE)
 
 
 def fused_recurrent_kda(

@@ -207,4 +207,4 @@ def test_a_failure_exits_with_1_and_says_why(monkeypatch, capsys):
 
 def test_plot_needs_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "needs matplotlib" in command._plot_problem(command.Path("x.png"))
+    assert "needs matplotlib" in command.plot_problem(command.Path("x.png"))

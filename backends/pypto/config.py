@@ -32,5 +32,5 @@ def config(call: KdaCall) -> Config:
         group=call.HV // call.H, scale=call.scale, norm=call.use_qk_l2norm_in_kernel, gate=call.use_gate_in_kernel,
         lower_bound=call.lower_bound, sigmoid=call.use_beta_sigmoid_in_kernel, neg_eigval=call.allow_neg_eigval,
         state_v_first=call.state_v_first,
-        per_token=call.ssm_state_indices is not None and call.ssm_state_indices.dim() == 2,
+        per_token=call.state_per_token,
     )  # fmt: skip

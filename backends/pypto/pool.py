@@ -63,7 +63,7 @@ def _target_in_place(call: KdaCall, start: Tensor) -> Tensor:
 
 def _new_states(call: KdaCall, initial: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     """A new tensor for the states, and where they go in it: a row a sequence, or a row a token."""
-    if call.ssm_state_indices is not None and call.ssm_state_indices.dim() == 2:
+    if call.state_per_token:
         token = torch.arange(call.ssm_state_indices.shape[1], dtype=torch.int32, device=start.device)
         return initial.new_zeros(call.B * call.T, *initial.shape[1:]), bounds(call)[:-1, None] + token
     null = start < 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from kda.backends.call import KdaCall
 
 from .build import Kernel, activation, build, dtypes, processors, target_for
-from .launch import aligned, gate
+from .launch import aligned, gate, untouched
 
 
 class Form(NamedTuple):
@@ -29,7 +29,7 @@ class Form(NamedTuple):
 def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     """Run the call: o `[B, T, HV, V]`, and the states as the ABI has them, in place or new."""
     if call.N == 0 or call.T == 0:
-        return call.v.new_zeros(call.v.shape), _untouched(call)
+        return call.v.new_zeros(call.v.shape), untouched(call)
     state = call.initial_state
     if state is not None and state.is_neg():  # not one to write to: the front end sees to that
         state = state.resolve_neg()
@@ -86,19 +86,3 @@ def _block_V(states: int, V: int, processors: int) -> int:
     while width > 16 and states * (V // width) < 4 * processors:
         width //= 2
     return width
-
-
-def _untouched(call: KdaCall) -> Tensor | None:
-    """The states of a call without tokens."""
-    if not call.output_final_state:
-        return None
-    if call.inplace_final_state:
-        return call.initial_state
-    if call.state_per_token:
-        return call.q.new_empty(0, *call.state_shape, dtype=torch.float32)
-    if call.initial_state is None:
-        return call.q.new_zeros(call.N, *call.state_shape, dtype=torch.float32)
-    if (indices := call.ssm_state_indices) is None:
-        return call.initial_state.clone(memory_format=torch.contiguous_format)
-    live = (indices > 0).view(-1, 1, 1, 1)
-    return torch.where(live, call.initial_state[indices.clamp(min=0).long()], 0.0)

@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
 def chunk_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     """Run the call by the recurrence that keeps no snapshots of the state."""
     if call.N == 0 or call.T == 0:
-        return call.v.new_zeros(call.v.shape), _carried_over(call)
+        return call.v.new_zeros(call.v.shape), untouched(call)
     with torch.cuda.device_of(call.q):
         p = _prepare(call)
         initial, final = _states(call)
@@ -162,13 +162,20 @@ def _states(call: KdaCall) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     return initial, final
 
 
-def _carried_over(call: KdaCall) -> Tensor | None:
-    """The final state of a call without tokens."""
+def untouched(call: KdaCall) -> Tensor | None:
+    """The states of a call of either operator without tokens."""
     if not call.output_final_state:
         return None
-    if call.initial_state is not None:
+    if call.inplace_final_state:
+        return call.initial_state
+    if call.state_per_token:
+        return call.q.new_empty(0, *call.state_shape, dtype=torch.float32)
+    if call.initial_state is None:
+        return call.q.new_zeros(call.N, *call.state_shape, dtype=torch.float32)
+    if (indices := call.ssm_state_indices) is None:
         return call.initial_state.clone(memory_format=torch.contiguous_format)
-    return call.q.new_zeros(call.N, *call.state_shape, dtype=torch.float32)
+    live = (indices > 0).view(-1, 1, 1, 1)
+    return torch.where(live, call.initial_state[indices.clamp(min=0).long()], 0.0)
 
 
 def _used_slots(call: KdaCall) -> Tensor:

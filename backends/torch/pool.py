@@ -30,7 +30,7 @@ class Pool:
         Raises ValueError where they are too few or past the pool, or where `num_accepted_tokens` is not in 1..S.
         """
         self._call = call
-        self.per_token = call.ssm_state_indices.dim() == 2
+        self.per_token = call.state_per_token
         slots = call.ssm_state_indices.tolist()
         if self.per_token:
             accepted = _accepted(call, max(lengths, default=0))

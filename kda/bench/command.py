@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
+import importlib
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import kda
@@ -22,6 +20,7 @@ from kda import backends
 from kda.bench import cases, measure
 from kda.bench.cases import CASES, HOST_CASE, PEER_CASES, Case, Decode
 from kda.bench.measure import Ceilings, Measurement
+from kda.console import open_console, plot_problem, progress_bar
 from kda.info import devices, versions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark; 0 if the backend ran every case, 1 if not, 2 for wrong usage or a machine that cannot."""
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console = open_console()
     say = functools.partial(console.print, markup=False, soft_wrap=True)
     backend = args.backend or os.environ.get("KDA_BACKEND") or "auto"
     if backend == "auto":
@@ -79,10 +78,8 @@ def _problem(args: argparse.Namespace, backend: str) -> str | None:
         return f"--case: unknown {', '.join(unknown)}; known: {', '.join(CASES)}"
     if args.device == "cuda" and not torch.cuda.is_available():
         return "bench: no CUDA device here; --device cpu runs small versions of the cases on the CPU"
-    if args.plot and args.plot.suffix != ".png":
-        return f"--plot: expected a name that ends in .png, got {args.plot}"
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        return "--plot: needs matplotlib (the extra `plot`), which is not installed"
+    if args.plot and (missing := plot_problem(args.plot)):
+        return missing
     try:
         reasons = backends.unusable(backend)
     except ValueError as unknown_name:
@@ -106,9 +103,8 @@ def _run_all(
     console: Console, args: argparse.Namespace, backend: str, peers: dict[str, Callable[..., Any]]
 ) -> list[Measurement]:
     device, chosen = torch.device(args.device), args.cases or list(CASES)
-    columns = TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     found = []
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("", total=len(chosen))
         for id in chosen:
             progress.update(task, description=id)

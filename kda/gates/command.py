@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import kda
 from kda import backends
+from kda.console import open_console, plot_problem, progress_bar
 from kda.gates.case import CASES, Case, Result, run_case
 
 # isort: off
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the gates; 0 if none failed and at least one passed, 1 otherwise, 2 for an unknown case or option."""
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console = open_console()
     if args.list:
         _list(console)
         return 0
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if unknown:
         console.print(f"--case: unknown {', '.join(unknown)}; known: {', '.join(CASES)}", markup=False, soft_wrap=True)
         return 2
-    if args.plot and (missing := _plot_problem(args.plot)):
+    if args.plot and (missing := plot_problem(args.plot)):
         console.print(missing, markup=False, soft_wrap=True)
         return 2
     device = args.device or _default_device()
@@ -86,16 +85,6 @@ def _default_device() -> str:
     return f"npu:{os.environ.get('TILE_FWK_DEVICE_ID', 0)}" if accelerator.type == "npu" else accelerator.type
 
 
-def _plot_problem(path: Path) -> str | None:
-    if path.suffix != ".png":
-        return f"--plot: expected a name that ends in .png, got {path}"
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return "--plot: needs matplotlib (the extra `plot`), which is not installed"
-    return None
-
-
 def _list(console: Console) -> None:
     table = Table("case", "what it holds", "", box=None)
     for case in CASES.values():
@@ -104,9 +93,8 @@ def _list(console: Console) -> None:
 
 
 def _run_all(console: Console, cases: list[Case], backend: str, device: str, dtype: torch.dtype) -> list[Result]:
-    columns = TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     results = []
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("", total=len(cases))
         for case in cases:
             progress.update(task, description=case.id)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from kda.console import open_console, plot_problem
 from kda.info import devices, versions
 
 from . import rounding, timing
@@ -45,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the ladder; 0 if every check holds, 1 if not, 2 for wrong usage."""
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console = open_console()
     say = functools.partial(console.print, markup=False, soft_wrap=True)
     if problem := _problem(args):
         say(problem)
@@ -95,10 +94,8 @@ def _problem(args: argparse.Namespace) -> str | None:
             return f"{name}: expected numbers from 1 on, got {min(values)}"
     if args.plot and args.level not in (None, 1):
         return f"--plot: draws level 1, got --level {args.level}"
-    if args.plot and args.plot.suffix != ".png":
-        return f"--plot: expected a name that ends in .png, got {args.plot}"
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        return "--plot: needs matplotlib (the extra `plot`), which is not installed"
+    if args.plot and (missing := plot_problem(args.plot)):
+        return missing
     for name, file in (("--json", args.json), ("--plot", args.plot)):
         if file and not file.parent.is_dir():
             return f"{name}: expected a file in a folder that exists, got {file}"
