@@ -88,5 +88,5 @@ def test_a_later_process_runs_a_kernel_without_importing_tilelang(tmp_path: Path
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout.splitlines()[-1]
 
-    assert run().startswith("True kda_plan: num_args should be 3")
-    assert run().startswith("False kda_plan: num_args should be 3")
+    assert run().startswith("True kda_plan: num_args should be 4")
+    assert run().startswith("False kda_plan: num_args should be 4")

@@ -55,12 +55,13 @@ def run(call: dict[str, Any]) -> dict[str, Tensor]:
     decay, h, v_new = poison(slots, HV, K), poison(slots, HV, K, V), poison(slots, HV, CHUNK_SIZE, V)
     o, o_pair = poison(B, seq_len, HV, V), poison(B, seq_len, HV, V)
     slot_seq = torch.full((slots,), 99, dtype=torch.int32)
+    order = torch.full((N,), 99, dtype=torch.int32)
     which = [seq_len]
     owner = [seq_len]
     if varlen:
-        which, owner = [cu_seqlens], [cu_seqlens, slot_seq]
+        which, owner = [cu_seqlens, order], [cu_seqlens, slot_seq]
         clear = build(plan, HV=HV, V=V, dtype="float32", cu_dtype=cu_dtype)
-        clear(cu_seqlens, slot_seq, torch.empty_like(o))
+        clear(cu_seqlens, slot_seq, order, torch.empty_like(o))
 
     gate = call.get("use_gate_in_kernel", False)
     bounded = call.get("lower_bound") is not None
@@ -97,8 +98,9 @@ def run(call: dict[str, Any]) -> dict[str, Tensor]:
     if varlen:
         for out in (o, o_pair):
             assert out[0, cu_seqlens[-1] :].isnan().all(), "a store went past the last sequence"
-            clear(cu_seqlens, slot_seq, out)
+            clear(cu_seqlens, slot_seq, order, out)
         assert slot_seq.ne(UNUSED).nonzero()[:, 0].equal(used)
+        assert order.equal(cu_seqlens.diff().argsort(descending=True, stable=True).int())
     tables = parts(table, K, V) | {"decay": decay, "h": h, "v_new": v_new}
     return {name: x[used] for name, x in tables.items()} | {
         "o": o,
@@ -160,6 +162,18 @@ def test_varlen_with_empty_sequences_and_padding(lengths: list[int]) -> None:
     for name in ("q", "k", "v", "g", "beta"):
         call[name][:, sum(lengths) :] = float("nan")
     check(call)
+
+
+@pytest.mark.parametrize("N", [1, 300, 4096, 4097])
+def test_the_longest_sequences_come_first_up_to_4096(N: int) -> None:
+    lengths = torch.randint(0, 9, (N,), generator=torch.Generator().manual_seed(0))
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    tokens = int(cu_seqlens[-1])
+    slot_seq = torch.empty(num_slots(tokens, N, varlen=True), dtype=torch.int32)
+    order, o = torch.full((N,), 9999, dtype=torch.int32), torch.empty(1, tokens, 1, 64)
+    build(plan, HV=1, V=64, dtype="float32", cu_dtype="int64")(cu_seqlens, slot_seq, order, o)
+    by_length = lengths.argsort(descending=True, stable=True)
+    assert order.equal(by_length.int() if N <= 4096 else torch.arange(N, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])

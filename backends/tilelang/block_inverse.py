@@ -36,8 +36,8 @@ def invert_diagonal_blocks(below_s: Any, inverse_s: Any):
 
 @T.macro
 def inverse_times_beta(inverse_s: Any, akk_s: Any, beta_s: Any, t: Any, t_rest: Any):
-    """t, two fragments [64, 32] of bf16: T diag(beta), rounded. t_rest, likewise: what rounding took; where t_rest is
-    of fp16, T diag(beta) in fp16. akk_s[c] is Akk's block column c [64, 16], used below the diagonal block."""
+    """t, two fragments [64, 32]: T diag(beta), rounded to their dtype. t_rest, likewise or None: what rounding took.
+    akk_s[c] is Akk's block column c [64, 16], used below the diagonal block."""
     f32, f16 = "float32", "float16"
     sum_f = T.alloc_fragment((C, SUB), f32)
     sum_h = T.alloc_fragment((C, SUB), f16)
@@ -63,10 +63,7 @@ def inverse_times_beta(inverse_s: Any, akk_s: Any, beta_s: Any, t: Any, t_rest: 
             column[i, j] = column[i, j] * beta_s[c * SUB + j]
         for i, j in T.Parallel(C, SUB):
             t[c // 2][i, c % 2 * SUB + j] = T.cast(column[i, j], t[0].dtype)
-        if t_rest[0].dtype == f16:
-            for i, j in T.Parallel(C, SUB):
-                t_rest[c // 2][i, c % 2 * SUB + j] = T.cast(column[i, j], f16)
-        else:
+        if t_rest[0] is not None:
             for i, j in T.Parallel(C, SUB):
                 t_rest[c // 2][i, c % 2 * SUB + j] = T.cast(
                     column[i, j] - T.cast(t[c // 2][i, c % 2 * SUB + j], f32), t_rest[0].dtype

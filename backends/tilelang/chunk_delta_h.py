@@ -19,7 +19,7 @@ from tilelang.layout import make_swizzled_layout
 from kda.golden.constants import CHUNK_SIZE as C
 
 from .chunk_table import columns
-from .plan import chunks_per_sequence, sequence
+from .plan import chunks_per_sequence, nth_sequence, sequence
 from .state import load_state, state_tensor, store_state
 
 
@@ -38,9 +38,9 @@ def chunk_delta_h(
     threads: int = 128,
     num_stages: int = 3,
 ) -> Any:
-    """Kernel (table, decay, [initial_state], cu_seqlens | seq_len, h, v_new, [final_state]).
+    """Kernel (table, decay, [initial_state], [cu_seqlens, order] | seq_len, h, v_new, [final_state]).
 
-    The states exist with their flags; cu_seqlens [N + 1] in the varlen form, else seq_len (an int).
+    The states exist with their flags; cu_seqlens [N + 1] and order [N] in the varlen form, else seq_len (an int).
     """
     f32 = "float32"
     tiles = V // block_V
@@ -51,6 +51,7 @@ def chunk_delta_h(
     initial_state_t = state_tensor(sequences, HV, K, V, state_v_first) if has_initial_state else None
     final_state_t = state_tensor(sequences, HV, K, V, state_v_first) if has_final_state else None
     cu_seqlens_t = T.Tensor((N1,), cu_dtype) if varlen else None
+    order_t = T.Tensor((sequences,), "int32") if varlen else None
     seq_len_t = None if varlen else T.int32
 
     @T.prim_func
@@ -59,6 +60,7 @@ def chunk_delta_h(
         decay: T.Tensor((slots, HV, K), f32),
         initial_state: initial_state_t,
         cu_seqlens: cu_seqlens_t,
+        order: order_t,
         seq_len: seq_len_t,
         h: T.Tensor((slots, HV, K, V), dtype),
         v_new: T.Tensor((slots, HV, C, V), dtype),
@@ -67,7 +69,7 @@ def chunk_delta_h(
         with T.Kernel((N1 - 1 if varlen else slots // chunks_per_sequence(seq_len)) * blocks, threads=threads) as block:
             column = block % tiles * block_V
             hv = block // tiles % HV
-            n = block // tiles // HV
+            n = nth_sequence(block // tiles // HV, order, varlen)
             _, length, base = sequence(n, cu_seqlens, seq_len, varlen)
 
             state = T.alloc_fragment((K, block_V), f32)

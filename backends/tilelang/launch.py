@@ -39,7 +39,7 @@ class Prepared(NamedTuple):
     o: Tensor  # [B, T, HV, V], still empty but for its padding rows, which are 0
     table: Tensor  # [slots, HV, C, width]: qg, kg, w, u and Aqk
     decay: Tensor  # [slots, HV, K] fp32
-    sequences: tuple[Any, ...]  # cu_seqlens, or the length of all
+    sequences: tuple[Any, ...]  # cu_seqlens and their order, or the length of all
 
 
 def chunk_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
@@ -124,8 +124,9 @@ def _prepare(call: KdaCall) -> Prepared:
     else:
         cu_seqlens = call.cu_seqlens.contiguous()
         slot_seq = torch.empty(form.table_shape[0], dtype=torch.int32, device=q.device)
-        form.plan(cu_seqlens, slot_seq, o)
-        sequences, owners = (cu_seqlens,), (cu_seqlens, slot_seq)
+        order = torch.empty(call.N, dtype=torch.int32, device=q.device)
+        form.plan(cu_seqlens, slot_seq, order, o)
+        sequences, owners = (cu_seqlens, order), (cu_seqlens, slot_seq)
     table = q.new_empty(form.table_shape)
     decay = q.new_empty(form.table_shape[0], call.HV, call.K, dtype=torch.float32)
     form.prepare(q, k, v, g, beta, *gate(call), call.scale, *owners, table, decay)

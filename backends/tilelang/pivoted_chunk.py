@@ -24,7 +24,7 @@ BATCH = 8
 
 def make_pivoted_chunk(K: int, dtype: str, use_qk_l2norm: bool) -> Any:
     """Macro for four warps: fills c0 [64, 32] and c1 [64, 64] (of a half of the chunk, 32 rows of q over 32 rows of k,
-    times the columns up to the half's end), writes qg and kg, and leaves k exp(G) in the k rows of x_s.
+    times the columns up to the half's end), writes qg and kg, and leaves k exp(G) in the k rows of x_in.
 
     log2_a [16 K/32] are the log2 decays of the thread's 16 tokens and K/32 channels, which are used up, and sub_total
     [K/32] their sums.
@@ -159,6 +159,8 @@ def make_pivoted_chunk(K: int, dtype: str, use_qk_l2norm: bool) -> Any:
                     rows_b[r * NV + c] = x_s[half, HALF + row0 + batch * BATCH + r, ch + c]
             for r in T.unroll(BATCH):
                 for c in T.vectorized(NV):
-                    x_s[half, HALF + row0 + batch * BATCH + r, ch + c] = rows_b[r * NV + c] * leave0[c] * leave1[c]
+                    x_in[half, HALF + row0 + batch * BATCH + r, ch + c] = T.cast(
+                        rows_b[r * NV + c] * leave0[c] * leave1[c], dtype
+                    )
 
     return pivoted_chunk

@@ -1,5 +1,5 @@
-"""Which tokens belong to a slot of the chunk table (chunk_table.py): the kernel that works it out for packed calls, and
-what the other kernels ask.
+"""Which tokens belong to a slot of the chunk table (chunk_table.py), and which sequence is walked when: the kernel that
+works it out for packed calls, and what the other kernels ask.
 
 This file and the kernels' do without `from __future__ import annotations`: TileLang reads the types of a kernel's
 arguments from its annotations, and an argument annotated None does not exist in that build.
@@ -17,6 +17,18 @@ _CLEARING_BLOCKS = 128
 """Blocks of `plan` that clear padding: enough to fill the memory bandwidth of a GPU, cheap where there is none."""
 
 _THREADS = 128
+
+_MAX_ORDERED = 4096
+"""Sequences of which `plan` puts the longest first. Of more, the last ones to start are too small a share to matter."""
+
+
+@T.macro
+def nth_sequence(rank: Any, order: Any, varlen: bool):
+    """Inside a kernel: the sequence that blocks of this rank walk. The long ones start first: a block's time is its
+    sequence's length, and one that started last would keep the others waiting at the end."""
+    n = T.alloc_var("int32")
+    n = order[rank] if varlen else rank
+    return n
 
 
 def sequence(n: Any, cu_seqlens: Any, seq_len: Any, varlen: bool) -> tuple[Any, Any, Any]:
@@ -52,10 +64,11 @@ def chunk(slot: Any, cu_seqlens: Any, slot_seq: Any, seq_len: Any, varlen: bool)
 
 
 def plan(*, HV: int, V: int, dtype: str, cu_dtype: str) -> Any:
-    """Kernel (cu_seqlens [N + 1], slot_seq [slots] int32 out, o [1, T, HV, V] out) for varlen calls.
+    """Kernel (cu_seqlens [N + 1], slot_seq [slots], order [N], o [1, T, HV, V]) for varlen calls; all but cu_seqlens
+    are outputs, slot_seq and order int32.
 
-    slot_seq[s] becomes the sequence that owns slot s, or UNUSED. Rows of o past cu_seqlens[N] are padding and become 0;
-    no other row is touched.
+    slot_seq[s] becomes the sequence that owns slot s, or UNUSED; order the sequences from the longest on. Rows of o
+    past cu_seqlens[N] are padding and become 0; no other row is touched.
     """
     N1, S, L = T.dynamic("N1, S, L")
 
@@ -63,9 +76,11 @@ def plan(*, HV: int, V: int, dtype: str, cu_dtype: str) -> Any:
     def kda_plan(
         cu_seqlens: T.Tensor((N1,), cu_dtype),
         slot_seq: T.Tensor((S,), "int32"),
+        order: T.Tensor((N1 - 1,), "int32"),
         o: T.Tensor((1, L, HV, V), dtype),
     ):
-        # One block a sequence marks its slots (the last one those behind all sequences), the others clear the padding.
+        # One block a sequence marks its slots (the last one those behind all sequences) and counts the longer ones; the
+        # others clear the padding.
         with T.Kernel(N1 + _CLEARING_BLOCKS, threads=_THREADS) as block:
             if block < N1:
                 bos = T.cast(cu_seqlens[block], "int32")
@@ -78,6 +93,19 @@ def plan(*, HV: int, V: int, dtype: str, cu_dtype: str) -> Any:
                             slot_seq[first + i * _THREADS + t] = T.if_then_else(
                                 i * _THREADS + t < T.ceildiv(eos - bos, CHUNK_SIZE), block, UNUSED
                             )
+                if block < N1 - 1:
+                    ordered = N1 - 1 <= _MAX_ORDERED
+                    longer = T.alloc_fragment((1, _THREADS), "int32")
+                    rank = T.alloc_fragment((1,), "int32")
+                    T.clear(longer)
+                    for i in T.serial(T.if_then_else(ordered, T.ceildiv(N1 - 1, _THREADS), 0)):
+                        for t in T.Parallel(_THREADS):
+                            m = T.min(i * _THREADS + t, N1 - 2)
+                            other = T.cast(cu_seqlens[m + 1] - cu_seqlens[m], "int32")
+                            before = T.Or(other > eos - bos, T.And(other == eos - bos, m < block))
+                            longer[0, t] += T.if_then_else(T.And(i * _THREADS + t < N1 - 1, before), 1, 0)
+                    T.reduce_sum(longer, rank, dim=1)
+                    order[T.if_then_else(ordered, rank[0], block)] = block
             else:
                 clear = T.cast(cu_seqlens[N1 - 1], "int32") + block - N1
                 for i in T.serial(T.ceildiv(T.max(L - clear, 0), _CLEARING_BLOCKS)):

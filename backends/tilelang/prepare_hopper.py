@@ -6,7 +6,8 @@ lane K/32 adjacent channels of it, so that sums along time stay in registers and
     gates first, then q, k, v by TMA -> decays and norms -> Aqk and Akk (pivoted_chunk, or strong_chunk for decays that
     are beyond its pivots) -> T (block_inverse) -> w, in place of q's operand, and u, in place of v
 
-u = T diag(beta) v takes T as a sum of two bf16 matrices, since u's error carries over to the state; w takes one.
+T diag(beta) is rounded to the dtype. u takes what bf16 loses there as a second matrix, since its error carries over to
+the state.
 
 Shared memory: 75 KiB, so that three blocks fit a multiprocessor. Automatic barriers are off (they would be five times
 as many); every barrier stands here or in a macro, and only {k0_s, k1_s} and {aqk_s, below_s, akk_s, inverse_s}, which
@@ -244,7 +245,7 @@ def prepare(
             if not bounded_gate and strong != 0:
                 strong_chunk(
                     g, t0, rows, hv, slot, dt_bias, factor, scale,
-                    x_s, x_in, norm_s, total_s, k0_s, k1_s, c0, c1, table, at.kg,
+                    x_in, norm_s, total_s, k0_s, k1_s, c0, c1, table, at.kg,
                 )  # fmt: skip
             else:
                 pivoted_chunk(
@@ -291,27 +292,27 @@ def prepare(
             invert_diagonal_blocks(below_s, inverse_s)
             T.fence_proxy_async()
             T.sync_threads()
-            t_0 = T.alloc_fragment((C, HALF), bf16)
-            t_1 = T.alloc_fragment((C, HALF), bf16)
-            rest_0 = T.alloc_fragment((C, HALF), dtype)
-            rest_1 = T.alloc_fragment((C, HALF), dtype)
+            t_0 = T.alloc_fragment((C, HALF), dtype)
+            t_1 = T.alloc_fragment((C, HALF), dtype)
+            rest_0 = T.alloc_fragment((C, HALF), bf16) if dtype == bf16 else None
+            rest_1 = T.alloc_fragment((C, HALF), bf16) if dtype == bf16 else None
             inverse_times_beta(inverse_s, akk_s, beta_s, (t_0, t_1), (rest_0, rest_1))
 
             # ---- M3: w over the rows of q, u over v
             w_f = T.alloc_fragment((C, K), f32)
-            T.wgmma_gemm(t_0, x_s[0, HALF:C, :], w_f, clear_accum=True)
-            T.wgmma_gemm(t_1, x_s[1, HALF:C, :], w_f)
+            T.wgmma_gemm(t_0, x_in[0, HALF:C, :], w_f, clear_accum=True)
+            T.wgmma_gemm(t_1, x_in[1, HALF:C, :], w_f)
             T.wait_wgmma(0)
             for i, j in T.Parallel(C, K):
                 x_in[i // HALF, i % HALF, j] = T.cast(w_f[i, j], dtype)
             u_f = T.alloc_fragment((C, V), f32)
             u_h = T.alloc_fragment((C, V), dtype)
             T.mbarrier_wait_parity(v_ready, 0)
-            T.wgmma_gemm(rest_0, v_s[0:HALF, :], u_f, clear_accum=True)
-            T.wgmma_gemm(rest_1, v_s[HALF:C, :], u_f)
+            T.wgmma_gemm(t_0, v_s[0:HALF, :], u_f, clear_accum=True)
+            T.wgmma_gemm(t_1, v_s[HALF:C, :], u_f)
             if dtype == bf16:
-                T.wgmma_gemm(t_0, v_s[0:HALF, :], u_f)
-                T.wgmma_gemm(t_1, v_s[HALF:C, :], u_f)
+                T.wgmma_gemm(rest_0, v_s[0:HALF, :], u_f)
+                T.wgmma_gemm(rest_1, v_s[HALF:C, :], u_f)
             T.wait_wgmma(0)
             T.fence_proxy_async()
             T.sync_threads()

@@ -32,7 +32,7 @@ ROLLED = {"unroll_factor": 1}
 
 def make_strong_chunk(K: int, dtype: str, g_dtype: str, use_gate: bool, use_qk_l2norm: bool, pivot_range: float) -> Any:
     """Macro for four warps: fills c0 [64, 32] and c1 [64, 64] (of a half of the chunk, 32 rows of q over 32 rows of k,
-    times the columns up to the half's end), writes qg and kg, and leaves k exp(G) in the k rows of x_s."""
+    times the columns up to the half's end), writes qg and kg, and leaves k exp(G) in the k rows of x_in."""
     NV = K // 64  # channels of a thread: two warps share the rows of one sub-block, in both halves in turn
     f32, bf16 = "float32", "bfloat16"
 
@@ -59,7 +59,7 @@ def make_strong_chunk(K: int, dtype: str, g_dtype: str, use_gate: bool, use_qk_l
     @T.macro
     def strong_chunk(
         g: Any, t0: Any, rows: Any, hv: Any, slot: Any, dt_bias: Any, factor: Any, scale: Any,
-        x_s: Any, x_in: Any, norm_s: Any, total_s: Any, k0_s: Any, k1_s: Any, c0: Any, c1: Any, table: Any, kg: int,
+        x_in: Any, norm_s: Any, total_s: Any, k0_s: Any, k1_s: Any, c0: Any, c1: Any, table: Any, kg: int,
     ):  # fmt: skip
         warp = T.get_thread_binding() // 32
         sub = warp % 2 * SUB
@@ -208,6 +208,6 @@ def make_strong_chunk(K: int, dtype: str, g_dtype: str, use_gate: bool, use_qk_l
                     for c in T.vectorized(NV):
                         table[slot, hv, half * HALF + sub + n * ROWS + s, ch + c] = T.cast(xq[s * NV + c], dtype)
                     for c in T.vectorized(NV):
-                        x_s[half, HALF + sub + n * ROWS + s, ch + c] = T.cast(xk[s * NV + c], bf16)
+                        x_in[half, HALF + sub + n * ROWS + s, ch + c] = T.cast(xk[s * NV + c], dtype)
 
     return strong_chunk

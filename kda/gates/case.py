@@ -25,9 +25,9 @@ REL_RMSE_LIMIT = 5e-3
 """Root of the mean square error over that of the reference: o, the final state, and each stage."""
 COLLINEAR_LIMIT = 1e-2
 """The same where keys are near-identical and hardly decay: I + Akk is ill-conditioned there."""
-COLLINEAR_16_BIT_LIMIT = 3e-2
-"""That limit, and no other, for TileLang on a GPU, which multiplies 16 bits: k exp(G_last - G) in bf16 alone costs
-2.5e-2 in the state, since what the next keys cannot see of an error is never corrected."""
+COLLINEAR_BF16_LIMIT = 3e-2
+"""That limit, and no other, for TileLang on a GPU in bf16: rounding kg, u or Akk's operands to it costs 1e-2 in the
+state each, since what the next keys cannot see of an error is never corrected."""
 
 Inputs = dict[str, object]
 PER_TOKEN = ("q", "k", "v", "g", "beta")
