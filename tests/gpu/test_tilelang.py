@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -107,11 +108,12 @@ def test_one_build_serves_every_length() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_runs_on_the_tensors_device_and_leaves_the_current_one() -> None:
+@pytest.mark.parametrize("operator", [kda.chunk_kda, kda.fused_recurrent_kda])
+def test_runs_on_the_tensors_device_and_leaves_the_current_one(operator: Callable[..., Any]) -> None:
     call = inputs.raw(1, 300, 2, lengths=[100, 200], initial_state=True, device="cuda:0")
     there = {name: x.to("cuda:1") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
-    o, state = kda.chunk_kda(**call, backend="tilelang")
-    o_there, state_there = kda.chunk_kda(**there, backend="tilelang")
+    o, state = operator(**call, backend="tilelang")
+    o_there, state_there = operator(**there, backend="tilelang")
     assert torch.cuda.current_device() == 0 and o_there.device == torch.device("cuda:1")
     assert torch.equal(o_there.cpu(), o.cpu()) and torch.equal(state_there.cpu(), state.cpu())
 
