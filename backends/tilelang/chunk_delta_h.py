@@ -34,9 +34,7 @@ def chunk_delta_h(
     state_v_first: bool = True,
     has_initial_state: bool = False,
     has_final_state: bool = False,
-    block_V: int = 32,
-    threads: int = 128,
-    num_stages: int = 3,
+    block_V: int = 64,
 ) -> Any:
     """Kernel (table, decay, [initial_state], [cu_seqlens, order] | seq_len, h, v_new, [final_state]).
 
@@ -66,7 +64,8 @@ def chunk_delta_h(
         v_new: T.Tensor((slots, HV, C, V), dtype),
         final_state: final_state_t,
     ):
-        with T.Kernel((N1 - 1 if varlen else slots // chunks_per_sequence(seq_len)) * blocks, threads=threads) as block:
+        num_sequences = N1 - 1 if varlen else slots // chunks_per_sequence(seq_len)
+        with T.Kernel(num_sequences * blocks, threads=2 * block_V) as block:
             column = block % tiles * block_V
             hv = block // tiles % HV
             n = nth_sequence(block // tiles // HV, order, varlen)
@@ -86,7 +85,7 @@ def chunk_delta_h(
                 load_state(initial_state, n, hv, column, state_v_first, state)
             else:
                 T.clear(state)
-            for c in T.Pipelined(T.ceildiv(length, C), num_stages=num_stages):
+            for c in T.Pipelined(T.ceildiv(length, C), num_stages=2):
                 T.copy(table[base + c, hv, 0:C, at.w : at.w + K], w_s)
                 T.copy(table[base + c, hv, 0:C, at.u + column : at.u + column + block_V], u_s)
                 T.copy(decay[base + c, hv, 0:K], decay_s)

@@ -6,7 +6,7 @@ sequential program and every parallel loop a serial one. `cpu_trace` exchanges e
 `tilelang.language` while a kernel is being traced; copies, matrix products and element-wise code stay as they are.
 
 What this proves: formulas, indices, masks, tails. What it cannot see: races, missing barriers, layouts, TMA, the
-rounding of 16-bit operands.
+rounding of 16-bit operands, and whether a product that runs on by itself has been waited for.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ def _pipelined(extent: Any, **_: Any) -> Any:
     return T.serial(extent)
 
 
+def _gemm(a: Any, b: Any, c: Any, transpose_B: bool = False, clear_accum: bool = False, **_: Any) -> Any:
+    return T.gemm(a, b, c, transpose_B=transpose_B, clear_accum=clear_accum)
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 
@@ -60,6 +64,8 @@ _SEQUENTIAL = {
     "Parallel": _parallel,
     "Pipelined": _pipelined,
     "reduce_sum": _reduce_sum,
+    "wgmma_gemm": _gemm,
+    "wait_wgmma": _nothing,
     "annotate_layout": _nothing,
 }
 

@@ -97,21 +97,17 @@ def _heads(call: KdaCall) -> dict[str, Any]:
 
 
 def _over_sequences(builder: str, call: KdaCall) -> Kernel:
-    """A kernel that walks the chunks; threads and pipeline depth are those that were fastest on an H200."""
-    width = _block_V(call.N * call.HV, call.V, processors(call.q.device))
+    """A kernel that walks the chunks."""
     return build(
-        target_for(call.q.device), builder, block_V=width, threads=256 if width >= 128 else 128,
-        num_stages=3 if width == 32 else 2, state_v_first=call.state_v_first,
-        has_initial_state=call.initial_state is not None, has_final_state=call.output_final_state, **_heads(call),
+        target_for(call.q.device), builder, block_V=_block_V(call.N * call.HV, call.V, processors(call.q.device)),
+        state_v_first=call.state_v_first, has_initial_state=call.initial_state is not None,
+        has_final_state=call.output_final_state, **_heads(call),
     )  # fmt: skip
 
 
 def _block_V(states: int, V: int, processors: int) -> int:
-    """The widest tile of V that still occupies most of the processors: a narrower one reads qg, kg and w more often."""
-    width = V
-    while width > 32 and states * (V // width) < 0.7 * processors:
-        width //= 2
-    return width
+    """All of V where that occupies most of the processors, else a warpgroup's 64: two tiles read qg, kg and w twice."""
+    return V if states >= 0.7 * processors else 64
 
 
 def _prepare(call: KdaCall) -> Prepared:

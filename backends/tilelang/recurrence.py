@@ -1,6 +1,6 @@
 """M4 in one kernel: the recurrence over a sequence's chunks and its output, for calls that need no snapshots.
 
-Per (sequence, value head, tile of V), chunk after chunk, with S [K, tile] fp32 in registers:
+Per (sequence, value head, tile of V), chunk after chunk, with Sᵀ [tile, K] fp32 in registers:
 
     v_new = u - w S      o = qg S + Aqk v_new      S <- diag(decay) S + kgᵀ v_new
 
@@ -10,6 +10,9 @@ out: o [B, T, HV, V] (rows of sequences only), final_state fp32
 The sequence stays out of the grid, so that nothing is computed twice; V is cut, because its columns never meet, and K
 is not, because products contract over it. Assumes rows past a sequence's end to be zero in the table, and so masks
 nothing but the store of o.
+
+Everything is transposed: Sᵀ and v_newᵀ are left operands, which a warpgroup (64 columns of V) keeps in registers, so
+that nothing but o takes the way through shared memory between the products. qg S runs while v_new is computed.
 """
 
 from typing import Any
@@ -21,7 +24,12 @@ from kda.golden.constants import CHUNK_SIZE as C
 
 from .chunk_table import columns
 from .plan import chunks_per_sequence, nth_sequence, sequence
-from .state import load_state, state_tensor, store_state
+from .state import load_columns, state_tensor, store_columns
+
+BY_COLUMNS_OF_V = T.GemmWarpPolicy.FullRow
+
+STAGES = {64: 3, 128: 2}
+"""Chunks in shared memory at a time, by the width of the tile: as many as fit."""
 
 
 def recurrence(
@@ -35,9 +43,7 @@ def recurrence(
     state_v_first: bool = True,
     has_initial_state: bool = False,
     has_final_state: bool = False,
-    block_V: int = 32,
-    threads: int = 128,
-    num_stages: int = 3,
+    block_V: int = 64,
 ) -> Any:
     """Kernel (table, decay, [initial_state], [cu_seqlens, order] | seq_len, o, [final_state]).
 
@@ -67,52 +73,59 @@ def recurrence(
         final_state: final_state_t,
     ):
         o = T.reshape(o, (B * L, HV, V))
-        with T.Kernel((N1 - 1 if varlen else slots // chunks_per_sequence(seq_len)) * blocks, threads=threads) as block:
+        num_sequences = N1 - 1 if varlen else slots // chunks_per_sequence(seq_len)
+        with T.Kernel(num_sequences * blocks, threads=2 * block_V) as block:
             column = block % tiles * block_V
             hv = block // tiles % HV
             n = nth_sequence(block // tiles // HV, order, varlen)
             bos, length, base = sequence(n, cu_seqlens, seq_len, varlen)
 
-            state = T.alloc_fragment((K, block_V), f32)
-            state_s = T.alloc_shared((K, block_V), dtype)
+            state = T.alloc_fragment((block_V, K), f32)
+            state_h = T.alloc_fragment((block_V, K), dtype)
+            v_new = T.alloc_fragment((block_V, C), f32)
+            v_new_h = T.alloc_fragment((block_V, C), dtype)
+            out = T.alloc_fragment((block_V, C), f32)
+            out_s = T.alloc_shared((C, block_V), dtype)
             w_s = T.alloc_shared((C, K), dtype)
             u_s = T.alloc_shared((C, block_V), dtype)
             kg_s = T.alloc_shared((C, K), dtype)
             qg_s = T.alloc_shared((C, K), dtype)
             aqk_s = T.alloc_shared((C, C), dtype)
             decay_s = T.alloc_shared((K,), f32)
-            v_new = T.alloc_fragment((C, block_V), f32)
-            v_new_s = T.alloc_shared((C, block_V), dtype)
-            out = T.alloc_fragment((C, block_V), f32)
-            out_s = T.alloc_shared((C, block_V), dtype)
             T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (u_s, out_s)})
 
             if has_initial_state:
-                load_state(initial_state, n, hv, column, state_v_first, state)
+                load_columns(initial_state, n, hv, column, state_v_first, state)
             else:
                 T.clear(state)
-            for c in T.Pipelined(T.ceildiv(length, C), num_stages=num_stages):
+            for c in T.Pipelined(T.ceildiv(length, C), num_stages=STAGES[block_V]):
                 T.copy(table[base + c, hv, 0:C, at.w : at.w + K], w_s)
                 T.copy(table[base + c, hv, 0:C, at.u + column : at.u + column + block_V], u_s)
                 T.copy(decay[base + c, hv, 0:K], decay_s)
                 T.copy(table[base + c, hv, 0:C, at.kg : at.kg + K], kg_s)
                 T.copy(table[base + c, hv, 0:C, 0:K], qg_s)
                 T.copy(table[base + c, hv, 0:C, at.aqk : at.aqk + C], aqk_s)
-                T.copy(state, state_s)
-                T.gemm(w_s, state_s, v_new, clear_accum=True)
-                for i, j in T.Parallel(C, block_V):
-                    v_new[i, j] = u_s[i, j] - v_new[i, j]
-                T.copy(v_new, v_new_s)
-                for i, j in T.Parallel(K, block_V):
-                    state[i, j] = state[i, j] * decay_s[i]
-                T.gemm(kg_s, v_new_s, state, transpose_A=True)
-                T.gemm(qg_s, state_s, out, clear_accum=True)
-                T.gemm(aqk_s, v_new_s, out)
-                T.copy(out, out_s)
+                # One statement to TileLang, which hands a tile back to the loads after the last statement that reads
+                # it: here, when the products are done, and not when they are issued.
+                for _ in T.serial(1):
+                    T.copy(state, state_h)
+                    for j, i in T.Parallel(block_V, K):
+                        state[j, i] = state[j, i] * decay_s[i]
+                    T.wgmma_gemm(state_h, w_s, v_new, transpose_B=True, clear_accum=True, policy=BY_COLUMNS_OF_V)
+                    T.wgmma_gemm(state_h, qg_s, out, transpose_B=True, clear_accum=True, policy=BY_COLUMNS_OF_V)
+                    T.wait_wgmma(1)
+                    for j, i in T.Parallel(block_V, C):
+                        v_new[j, i] = u_s[i, j] - v_new[j, i]
+                    T.copy(v_new, v_new_h)
+                    T.wgmma_gemm(v_new_h, kg_s, state, policy=BY_COLUMNS_OF_V)
+                    T.wgmma_gemm(v_new_h, aqk_s, out, transpose_B=True, policy=BY_COLUMNS_OF_V)
+                    T.wait_wgmma(0)
+                for j, i in T.Parallel(block_V, C):
+                    out_s[i, j] = out[j, i]
                 for i, j in T.Parallel(C, block_V):
                     if c * C + i < length:
                         o[bos + c * C + i, hv, column + j] = out_s[i, j]
             if has_final_state:
-                store_state(state, final_state, n, hv, column, state_v_first)
+                store_columns(state, final_state, n, hv, column, state_v_first)
 
     return kda_recurrence
