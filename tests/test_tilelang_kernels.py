@@ -52,7 +52,7 @@ def run(call: dict[str, Any]) -> dict[str, Tensor]:
     tokens = [call[name].contiguous() for name in ("q", "k", "v", "g", "beta")]
 
     table = poison(slots, HV, CHUNK_SIZE, columns(K, V).width)
-    decay, h, v_new = poison(slots, HV, K), poison(slots, HV, K, V), poison(slots, HV, CHUNK_SIZE, V)
+    decay, h, v_new = poison(slots, HV, K), poison(slots, HV, V, K), poison(slots, HV, CHUNK_SIZE, V)
     o, o_pair = poison(B, seq_len, HV, V), poison(B, seq_len, HV, V)
     slot_seq = torch.full((slots,), 99, dtype=torch.int32)
     order = torch.full((N,), 99, dtype=torch.int32)
@@ -101,7 +101,7 @@ def run(call: dict[str, Any]) -> dict[str, Tensor]:
             clear(cu_seqlens, slot_seq, order, out)
         assert slot_seq.ne(UNUSED).nonzero()[:, 0].equal(used)
         assert order.equal(cu_seqlens.diff().argsort(descending=True, stable=True).int())
-    tables = parts(table, K, V) | {"decay": decay, "h": h, "v_new": v_new}
+    tables = parts(table, K, V) | {"decay": decay, "h": h.mT, "v_new": v_new}
     return {name: x[used] for name, x in tables.items()} | {
         "o": o,
         "o of the pair": o_pair,

@@ -1,12 +1,12 @@
 """M4's recurrence, with a snapshot of the state for every chunk: what `stages` shows and chunk_o starts from.
 
-Per (sequence, value head, tile of V), chunk after chunk, with S [K, tile] fp32 in registers:
+Per (sequence, value head, tile of V), chunk after chunk, with Sᵀ [tile, K] fp32 in registers, as in recurrence.py:
 
-    h = S      v_new = u - w S      S <- diag(decay) S + kgᵀ v_new
+    hᵀ = S      v_new = u - w S      S <- diag(decay) S + kgᵀ v_new
 
 in: table [slots, HV, 64, width] (chunk_table.py), of which kg, w and u; decay [slots, HV, K] fp32, initial_state fp32,
     or zeros
-out: h [slots, HV, K, V], the state entering the chunk; v_new [slots, HV, 64, V]; final_state fp32
+out: h [slots, HV, V, K], the state entering the chunk; v_new [slots, HV, 64, V]; final_state fp32
 
 Assumes rows past a sequence's end to be zero in the table, and writes v_new so. Unused slots are left as they are.
 """
@@ -20,6 +20,7 @@ from kda.golden.constants import CHUNK_SIZE as C
 
 from .chunk_table import columns
 from .plan import chunks_per_sequence, nth_sequence, sequence
+from .recurrence import BY_COLUMNS_OF_V
 from .state import load_state, state_tensor, store_state
 
 
@@ -60,7 +61,7 @@ def chunk_delta_h(
         cu_seqlens: cu_seqlens_t,
         order: order_t,
         seq_len: seq_len_t,
-        h: T.Tensor((slots, HV, K, V), dtype),
+        h: T.Tensor((slots, HV, V, K), dtype),
         v_new: T.Tensor((slots, HV, C, V), dtype),
         final_state: final_state_t,
     ):
@@ -71,15 +72,16 @@ def chunk_delta_h(
             n = nth_sequence(block // tiles // HV, order, varlen)
             _, length, base = sequence(n, cu_seqlens, seq_len, varlen)
 
-            state = T.alloc_fragment((K, block_V), f32)
-            state_s = T.alloc_shared((K, block_V), dtype)
+            state = T.alloc_fragment((block_V, K), f32)
+            state_h = T.alloc_fragment((block_V, K), dtype)
+            v_new_f = T.alloc_fragment((block_V, C), f32)
+            v_new_h = T.alloc_fragment((block_V, C), dtype)
+            v_new_s = T.alloc_shared((C, block_V), dtype)
             w_s = T.alloc_shared((C, K), dtype)
             u_s = T.alloc_shared((C, block_V), dtype)
             kg_s = T.alloc_shared((C, K), dtype)
             decay_s = T.alloc_shared((K,), f32)
-            T.annotate_layout({u_s: make_swizzled_layout(u_s)})
-            v_new_f = T.alloc_fragment((C, block_V), f32)
-            v_new_s = T.alloc_shared((C, block_V), dtype)
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (u_s, v_new_s)})
 
             if has_initial_state:
                 load_state(initial_state, n, hv, column, state_v_first, state)
@@ -90,16 +92,18 @@ def chunk_delta_h(
                 T.copy(table[base + c, hv, 0:C, at.u + column : at.u + column + block_V], u_s)
                 T.copy(decay[base + c, hv, 0:K], decay_s)
                 T.copy(table[base + c, hv, 0:C, at.kg : at.kg + K], kg_s)
-                T.copy(state, state_s)
-                T.gemm(w_s, state_s, v_new_f, clear_accum=True)
-                for i, j in T.Parallel(C, block_V):
-                    v_new_f[i, j] = u_s[i, j] - v_new_f[i, j]
-                T.copy(v_new_f, v_new_s)
-                for i, j in T.Parallel(K, block_V):
-                    state[i, j] = state[i, j] * decay_s[i]
-                T.gemm(kg_s, v_new_s, state, transpose_A=True)
-                # Plain stores: a TMA store would have the loop wait until it has read the tile.
-                T.copy(state_s, h[base + c, hv, 0:K, column : column + block_V], disable_tma=True)
+                T.copy(state, state_h)
+                T.copy(state_h, h[base + c, hv, column : column + block_V, 0:K])
+                T.gemm(state_h, w_s, v_new_f, transpose_B=True, clear_accum=True, policy=BY_COLUMNS_OF_V)
+                for j, i in T.Parallel(block_V, C):
+                    v_new_f[j, i] = u_s[i, j] - v_new_f[j, i]
+                T.copy(v_new_f, v_new_h)
+                for j, i in T.Parallel(block_V, K):
+                    state[j, i] = state[j, i] * decay_s[i]
+                T.gemm(v_new_h, kg_s, state, policy=BY_COLUMNS_OF_V)
+                for j, i in T.Parallel(block_V, C):
+                    v_new_s[i, j] = v_new_h[j, i]
+                # A plain store: a TMA store would have the loop wait until it has read the tile.
                 T.copy(v_new_s, v_new[base + c, hv, 0:C, column : column + block_V], disable_tma=True)
             if has_final_state:
                 store_state(state, final_state, n, hv, column, state_v_first)

@@ -1,8 +1,8 @@
 """M4's output from the snapshots that chunk_delta_h left, in parallel over (slot, value head, tile of V):
 
-    o = qg h + Aqk v_new
+    o = qg hᵀ + Aqk v_new
 
-in: table [slots, HV, 64, width] (chunk_table.py), of which qg and aqk; h [slots, HV, K, V], v_new [slots, HV, 64, V]
+in: table [slots, HV, 64, width] (chunk_table.py), of which qg and aqk; h [slots, HV, V, K], v_new [slots, HV, 64, V]
 out: o [B, T, HV, V] (rows of sequences only)
 
 With chunk_delta_h it is the recurrence cut in two, as a backward pass will need it; no call takes that way yet. Assumes
@@ -46,7 +46,7 @@ def chunk_o(
     @T.prim_func
     def kda_chunk_o(
         table: T.Tensor((slots, HV, C, at.width), dtype),
-        h: T.Tensor((slots, HV, K, V), dtype),
+        h: T.Tensor((slots, HV, V, K), dtype),
         v_new: T.Tensor((slots, HV, C, V), dtype),
         cu_seqlens: cu_seqlens_t,
         slot_seq: slot_seq_t,
@@ -62,7 +62,7 @@ def chunk_o(
             if rows > 0:
                 qg_s = T.alloc_shared((C, K), dtype)
                 aqk_s = T.alloc_shared((C, C), dtype)
-                h_s = T.alloc_shared((K, block_V), dtype)
+                h_s = T.alloc_shared((block_V, K), dtype)
                 v_s = T.alloc_shared((C, block_V), dtype)
                 out = T.alloc_fragment((C, block_V), f32)
                 out_s = T.alloc_shared((C, block_V), dtype)
@@ -70,9 +70,9 @@ def chunk_o(
                 T.copy(table[slot, hv, 0:C, at.aqk : at.aqk + C], aqk_s)
                 T.copy(v_new[slot, hv, 0:C, column : column + block_V], v_s)
                 T.copy(table[slot, hv, 0:C, 0:K], qg_s)
-                T.copy(h[slot, hv, 0:K, column : column + block_V], h_s)
+                T.copy(h[slot, hv, column : column + block_V, 0:K], h_s)
                 T.gemm(aqk_s, v_s, out, clear_accum=True)
-                T.gemm(qg_s, h_s, out)
+                T.gemm(qg_s, h_s, out, transpose_B=True)
                 T.copy(out, out_s)
                 for i, j in T.Parallel(C, block_V):
                     if i < rows:

@@ -22,7 +22,7 @@ import tilelang.language as T
 from kda.golden.constants import L2_NORM_EPS
 
 from .activation import log2_gate, rate, sigmoid
-from .state import load_columns, state_tensor, store_columns
+from .state import load_state, state_tensor, store_state
 
 THREADS = 128
 ROW_THREADS = 8
@@ -182,7 +182,7 @@ def fused_recurrent(
             b = T.alloc_var(f32)
             if T.And(n < sequences, start >= (1 if slot_dtype is not None else 0)):
                 if has_initial_state:
-                    load_columns(initial_state, start, hv, column, state_v_first, tile)
+                    load_state(initial_state, start, hv, column, state_v_first, tile)
                 else:
                     T.clear(tile)
                 A = rate(A_log, hv, use_gate)
@@ -223,23 +223,23 @@ def fused_recurrent(
                     if slots_per_token and inplace:
                         slot = _slot(indices[n, t])
                         if slot > 0:
-                            store_columns(tile, initial_state, slot, hv, column, state_v_first)
+                            store_state(tile, initial_state, slot, hv, column, state_v_first)
                     if slots_per_token and has_final_state:
-                        store_columns(tile, final_state, batch * L + bos + t, hv, column, state_v_first)
+                        store_state(tile, final_state, batch * L + bos + t, hv, column, state_v_first)
                 if inplace and not slots_per_token:  # noqa: SIM102  (known when built, and the next when it runs)
                     if length > 0:
-                        store_columns(tile, initial_state, start, hv, column, state_v_first)
+                        store_state(tile, initial_state, start, hv, column, state_v_first)
                 if has_final_state and not slots_per_token:
-                    store_columns(tile, final_state, n, hv, column, state_v_first)
+                    store_state(tile, final_state, n, hv, column, state_v_first)
             else:
                 T.clear(tile)
                 for t in T.serial(length):
                     for i in T.Parallel(block_V):
                         o[batch, bos + t, hv, column + i] = 0
                     if slots_per_token and has_final_state:
-                        store_columns(tile, final_state, batch * L + bos + t, hv, column, state_v_first)
+                        store_state(tile, final_state, batch * L + bos + t, hv, column, state_v_first)
                 if has_final_state and not slots_per_token:  # noqa: SIM102
                     if n < sequences:
-                        store_columns(tile, final_state, n, hv, column, state_v_first)
+                        store_state(tile, final_state, n, hv, column, state_v_first)
 
     return kda_fused_recurrent

@@ -59,12 +59,12 @@ def stages(call: KdaCall) -> dict[str, Tensor]:
     with torch.cuda.device_of(call.q):
         p = _prepare(call)
         slots = p.table.shape[0]
-        h = p.table.new_empty(slots, call.HV, call.K, call.V)
+        h = p.table.new_empty(slots, call.HV, call.V, call.K)
         v_new = p.table.new_empty(slots, call.HV, CHUNK_SIZE, call.V)
         initial, final = _states(call)
         chunk_delta_h = _over_sequences("chunk_delta_h.chunk_delta_h", call)
         chunk_delta_h(p.table, p.decay, *initial, *p.sequences, h, v_new, *final)
-    tables = parts(p.table, call.K, call.V) | {"decay": p.decay, "h": h, "v_new": v_new}
+    tables = parts(p.table, call.K, call.V) | {"decay": p.decay, "h": h.mT, "v_new": v_new}
     used = _used_slots(call)
     return {name: table[used] for name, table in tables.items()}
 

@@ -24,7 +24,7 @@ from kda.golden.constants import CHUNK_SIZE as C
 
 from .chunk_table import columns
 from .plan import chunks_per_sequence, nth_sequence, sequence
-from .state import load_columns, state_tensor, store_columns
+from .state import load_state, state_tensor, store_state
 
 BY_COLUMNS_OF_V = T.GemmWarpPolicy.FullRow
 
@@ -95,7 +95,7 @@ def recurrence(
             T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (u_s, out_s)})
 
             if has_initial_state:
-                load_columns(initial_state, n, hv, column, state_v_first, state)
+                load_state(initial_state, n, hv, column, state_v_first, state)
             else:
                 T.clear(state)
             for c in T.Pipelined(T.ceildiv(length, C), num_stages=STAGES[block_V]):
@@ -126,6 +126,6 @@ def recurrence(
                     if c * C + i < length:
                         o[bos + c * C + i, hv, column + j] = out_s[i, j]
             if has_final_state:
-                store_columns(state, final_state, n, hv, column, state_v_first)
+                store_state(state, final_state, n, hv, column, state_v_first)
 
     return kda_recurrence

@@ -1,7 +1,4 @@
-"""The recurrent state in memory: fp32, [N, HV, V, K] or [N, HV, K, V]. In a kernel some columns of V are a fragment.
-
-That is [K, columns] for tensor cores, or [columns, K] where the kernel sums over K by itself.
-"""
+"""The recurrent state: in memory fp32, [N, HV, V, K] or [N, HV, K, V]; in a kernel a fragment [columns of V, K]."""
 
 from typing import Any
 
@@ -17,33 +14,15 @@ def state_tensor(N: Any, HV: int, K: int, V: int, state_v_first: bool) -> Any:
 def load_state(memory: Any, n: Any, hv: Any, first_column: Any, state_v_first: bool, state: Any):
     for i, j in T.Parallel(*state.shape):
         if state_v_first:
-            state[i, j] = memory[n, hv, first_column + j, i]
+            state[i, j] = memory[n, hv, first_column + i, j]
         else:
-            state[i, j] = memory[n, hv, i, first_column + j]
+            state[i, j] = memory[n, hv, j, first_column + i]
 
 
 @T.macro
 def store_state(state: Any, memory: Any, n: Any, hv: Any, first_column: Any, state_v_first: bool):
     for i, j in T.Parallel(*state.shape):
         if state_v_first:
-            memory[n, hv, first_column + j, i] = state[i, j]
+            memory[n, hv, first_column + i, j] = state[i, j]
         else:
-            memory[n, hv, i, first_column + j] = state[i, j]
-
-
-@T.macro
-def load_columns(memory: Any, n: Any, hv: Any, first_column: Any, state_v_first: bool, columns: Any):
-    for i, j in T.Parallel(*columns.shape):
-        if state_v_first:
-            columns[i, j] = memory[n, hv, first_column + i, j]
-        else:
-            columns[i, j] = memory[n, hv, j, first_column + i]
-
-
-@T.macro
-def store_columns(columns: Any, memory: Any, n: Any, hv: Any, first_column: Any, state_v_first: bool):
-    for i, j in T.Parallel(*columns.shape):
-        if state_v_first:
-            memory[n, hv, first_column + i, j] = columns[i, j]
-        else:
-            memory[n, hv, j, first_column + i] = columns[i, j]
+            memory[n, hv, j, first_column + i] = state[i, j]

@@ -95,7 +95,7 @@ def test_chunk_o_makes_the_recurrences_output_of_the_snapshots(V: int) -> None:
     stages, p = launch.stages(normal), launch._prepare(normal)
     chunk_o = build.build(build.HOPPER, "chunk_o.chunk_o", HV=2, K=128, V=V, dtype="bfloat16", block_V=V)
     pair_o = torch.full_like(o, float("nan"))
-    chunk_o(p.table, stages["h"], stages["v_new"], 500, pair_o)
+    chunk_o(p.table, stages["h"].mT.contiguous(), stages["v_new"], 500, pair_o)
     assert rel_rmse(pair_o, o) <= 5e-3
 
 
