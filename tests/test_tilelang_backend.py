@@ -105,5 +105,5 @@ def test_one_build_serves_every_length(emulate):
 def test_tiles_narrow_until_the_processors_are_busy():
     from kda.backends.tilelang.launch import _block_V
 
-    assert [_block_V(states, 128, 132) for states in (1, 16, 32, 64, 96, 1000)] == [32, 32, 32, 64, 128, 128]
-    assert _block_V(1, 64, 132) == 32
+    assert [_block_V(states, 128, 132) for states in (1, 64, 92, 93, 1000)] == [64, 64, 64, 128, 128]
+    assert _block_V(1, 64, 132) == _block_V(1000, 64, 132) == 64
