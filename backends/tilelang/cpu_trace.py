@@ -50,7 +50,8 @@ def _pipelined(extent: Any, **_: Any) -> Any:
     return T.serial(extent)
 
 
-def _gemm(a: Any, b: Any, c: Any, transpose_B: bool = False, clear_accum: bool = False, **_: Any) -> Any:
+def _gemm(a: Any, b: Any, c: Any, transpose_B: bool = False, clear_accum: bool = False, policy: Any = None) -> Any:
+    """`T.wgmma_gemm`, done when it returns; the policy is for warps alone."""
     return T.gemm(a, b, c, transpose_B=transpose_B, clear_accum=clear_accum)
 
 
