@@ -38,7 +38,8 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "recurrence, 128 columns": (recurrence, SHAPE | STATES | {"block_V": 128}),
     "recurrence, 64 columns": (recurrence, SHAPE | STATES | {"block_V": 64}),
     "recurrence, packed": (recurrence, SHAPE | STATES | {"block_V": 128, "varlen": True}),
-    "chunk_delta_h": (chunk_delta_h, SHAPE | STATES),
+    "chunk_delta_h, 64 columns": (chunk_delta_h, SHAPE | STATES),
+    "chunk_delta_h, 128 columns, packed": (chunk_delta_h, SHAPE | STATES | {"block_V": 128, "varlen": True}),
     "chunk_o": (chunk_o, SHAPE),
     "fused_recurrent": (
         fused_recurrent,
@@ -51,9 +52,6 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
                        "accepted_dtype": "int64"},
     ),
 }
-SPILL_BYTES = {"prepare, bounded gate": 0, "prepare, log decay, packed, fp16": 64}
-"""Bound on stores and loads of spilled registers, 0 for every kernel that is not named."""
-
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
@@ -67,7 +65,7 @@ def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     spilled = [int(x) for x in re.findall(r"(\d+) bytes spill", done.stderr)]
-    assert spilled and max(spilled) <= SPILL_BYTES.get(name, 0), (name, spilled)
+    assert spilled and max(spilled) == 0, spilled
     assert "warpgroup.wait is injected" not in done.stderr  # products meant to run on by themselves do
 
 

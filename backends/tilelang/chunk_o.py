@@ -28,8 +28,7 @@ def chunk_o(
     dtype: str,
     varlen: bool = False,
     cu_dtype: str = "int32",
-    block_V: int = 128,
-    threads: int = 128,
+    block_V: int = 64,
 ) -> Any:
     """Kernel (table, h, v_new, [cu_seqlens, slot_seq] | seq_len, o).
 
@@ -54,7 +53,7 @@ def chunk_o(
         o: T.Tensor((B, L, HV, V), dtype),
     ):
         o = T.reshape(o, (B * L, HV, V))
-        with T.Kernel(slots * HV * tiles, threads=threads) as block:
+        with T.Kernel(slots * HV * tiles, threads=128) as block:
             column = block % tiles * block_V
             hv = block // tiles % HV
             slot = block // tiles // HV

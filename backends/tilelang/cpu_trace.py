@@ -3,7 +3,7 @@
 TileLang's CPU target (`c`) knows no thread blocks: fragments, shared tiles and parallel loops have no meaning there. A
 kernel of this folder is written on tiles alone, so it keeps its meaning when every tile becomes a plain array of one
 sequential program and every parallel loop a serial one. `cpu_trace` exchanges exactly those names of
-`tilelang.language` while a kernel is being traced; copies, matrix products and element-wise code stay as they are.
+`tilelang.language` while a kernel is being traced; copies, T.gemm and element-wise code stay as they are.
 
 What this proves: formulas, indices, masks, tails. What it cannot see: races, missing barriers, layouts, TMA, the
 rounding of 16-bit operands, and whether a product that runs on by itself has been waited for.

@@ -106,7 +106,7 @@ def _over_sequences(builder: str, call: KdaCall) -> Kernel:
 
 
 def _block_V(states: int, V: int, processors: int) -> int:
-    """All of V where that occupies most of the processors, else a warpgroup's 64: two tiles read qg, kg and w twice."""
+    """All of V where that occupies most processors, else a warpgroup's 64: a second tile reads all but u again."""
     return V if states >= 0.7 * processors else 64
 
 

@@ -2,8 +2,9 @@
 
 Rows 32 p .. 32 p + 31, the half p, have as pivot P_p the decay up to the middle of the half, rounded to a whole power
 of two:  exp(G_i - G_j) = exp(G_i - P_p) exp(P_p - G_j).  Both exponents stay below 80 nats, what bf16 has room for. The
-product of a half takes 32 rows of q over 32 rows of k, so that no tensor core works in vain. Times the whole power
-exp(P_p), pivoted operands become qg and k exp(G) without another rounding.
+product of a half takes 32 rows of q over 32 rows of k, so that no tensor core works in vain. In bf16, times the
+whole power exp(P_p), pivoted operands become qg and k exp(G) without another rounding; in fp16, qg is made from fp32,
+and k exp(G) keeps the 8 bits of its pivoted form.
 """
 
 from typing import Any

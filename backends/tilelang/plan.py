@@ -19,13 +19,13 @@ _CLEARING_BLOCKS = 128
 _THREADS = 128
 
 _MAX_ORDERED = 4096
-"""Sequences of which `plan` puts the longest first. Of more, the last ones to start are too small a share to matter."""
+"""Sequences of which `plan` puts the longest first. More run in the order of the call: counting would cost N² reads."""
 
 
 @T.macro
 def nth_sequence(rank: Any, order: Any, varlen: bool):
     """Inside a kernel: the sequence that blocks of this rank walk. The long ones start first: a block's time is its
-    sequence's length, and one that started last would keep the others waiting at the end."""
+    sequence's length, and a long one that started last would run on alone, the other processors idle."""
     n = T.alloc_var("int32")
     n = order[rank] if varlen else rank
     return n
@@ -67,8 +67,9 @@ def plan(*, HV: int, V: int, dtype: str, cu_dtype: str) -> Any:
     """Kernel (cu_seqlens [N + 1], slot_seq [slots], order [N], o [1, T, HV, V]) for varlen calls; all but cu_seqlens
     are outputs, slot_seq and order int32.
 
-    slot_seq[s] becomes the sequence that owns slot s, or UNUSED; order the sequences from the longest on. Rows of o
-    past cu_seqlens[N] are padding and become 0; no other row is touched.
+    slot_seq[s] becomes the sequence that owns slot s, or UNUSED; order the sequences from the longest on (equal
+    ones as they come; beyond _MAX_ORDERED, all as they come). Rows of o past cu_seqlens[N] are padding and become 0; no
+    other row is touched.
     """
     N1, S, L = T.dynamic("N1, S, L")
 

@@ -6,8 +6,8 @@ lane K/32 adjacent channels of it, so that sums along time stay in registers and
     gates first, then q, k, v by TMA -> decays and norms -> Aqk and Akk (pivoted_chunk, or strong_chunk for decays that
     are beyond its pivots) -> T (block_inverse) -> w, in place of q's operand, and u, in place of v
 
-T diag(beta) is rounded to the dtype. u takes what bf16 loses there as a second matrix, since its error carries over to
-the state.
+T diag(beta) is rounded to the dtype. In bf16, u takes what that loses as a second matrix, since an error of u carries
+over to the state; w does without, unlike prepare.py's.
 
 Shared memory: 75 KiB, so that three blocks fit a multiprocessor. Automatic barriers are off (they would be five times
 as many); every barrier stands here or in a macro, and only {k0_s, k1_s} and {aqk_s, below_s, akk_s, inverse_s}, which
@@ -118,7 +118,7 @@ def prepare(
             ch = lane * NV
 
             x_s = T.alloc_shared((2, C, K), bf16)  # of each half, 32 rows of q over 32 rows of k
-            x_in = T.view(x_s, dtype=dtype)  # ... as they come in, and later w
+            x_in = T.view(x_s, dtype=dtype)  # ... as they come in; later k exp(G), and w over q
             k0_s = T.alloc_shared((HALF, K), bf16)  # k exp(P_0 - G) of the first half
             k1_s = T.alloc_shared((C, K), bf16)  # k exp(P_1 - G)
             v_s = T.alloc_shared((C, V), dtype)  # v, and later u

@@ -12,7 +12,7 @@ is not, because products contract over it. Assumes rows past a sequence's end to
 nothing but the store of o.
 
 Everything is transposed: Sᵀ and v_newᵀ are left operands, which a warpgroup (64 columns of V) keeps in registers, so
-that nothing but o takes the way through shared memory between the products. qg S runs while v_new is computed.
+that nothing passes through shared memory between the products. qg S runs while v_new is computed.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ from .state import load_state, state_tensor, store_state
 BY_COLUMNS_OF_V = T.GemmWarpPolicy.FullRow
 
 STAGES = {64: 3, 128: 2}
-"""Chunks in shared memory at a time, by the width of the tile: as many as fit."""
+"""Chunks in shared memory at a time, by the width of the tile: as many as fit with K = 128."""
 
 
 def recurrence(
