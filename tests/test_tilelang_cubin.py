@@ -53,6 +53,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
 }
 
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
     builder, parameters = KERNELS[name]
