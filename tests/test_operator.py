@@ -40,6 +40,13 @@ class WithoutBackward:
             return _torch.fused_recurrent_kda(call)
 
 
+def _cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tilelang becomes a backend without a backward pass that runs here."""
+    load = backends.load
+    monkeypatch.setattr(backends, "load", lambda name: WithoutBackward() if name == "tilelang" else load(name))
+    monkeypatch.setattr(backends, "unusable", lambda name: [])
+
+
 _torch = backends.load("torch")
 
 
@@ -59,23 +66,14 @@ def _gradients(operator: Callable[..., Any], call: dict[str, Any], backend: str)
 @pytest.mark.parametrize("output_final_state", [True, False])
 @pytest.mark.parametrize("operator", [kda.chunk_kda, kda.fused_recurrent_kda])
 def test_a_backend_without_backward_gets_torchs_gradient(monkeypatch, options, output_final_state, operator):
-    load = backends.load
-    monkeypatch.setattr(backends, "load", lambda name: WithoutBackward() if name == "tilelang" else load(name))
+    _cut_off(monkeypatch)
     call = inputs.raw(1, 70, 2, 16, 8, 4, dtype=torch.float32, initial_state=True, **options)
     call["output_final_state"] = output_final_state
-    monkeypatch.setattr(backends, "unusable", lambda name: [])
     expected, actual = (_gradients(operator, call, backend) for backend in ("torch", "tilelang"))
     assert set(actual) == set(GRADIENTS)
     for name, gradient in expected.items():
         assert gradient.any(), name
         torch.testing.assert_close(actual[name], gradient)
-
-
-def _cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tilelang becomes a backend without a backward pass that runs here."""
-    load = backends.load
-    monkeypatch.setattr(backends, "load", lambda name: WithoutBackward() if name == "tilelang" else load(name))
-    monkeypatch.setattr(backends, "unusable", lambda name: [])
 
 
 @pytest.mark.parametrize("operator", [kda.chunk_kda, kda.fused_recurrent_kda])
@@ -154,9 +152,7 @@ def test_fake_tensors_get_a_fake_result():
 
 
 def test_only_the_gradients_asked_for_are_computed(monkeypatch):
-    load = backends.load
-    monkeypatch.setattr(backends, "load", lambda name: WithoutBackward() if name == "tilelang" else load(name))
-    monkeypatch.setattr(backends, "unusable", lambda name: [])
+    _cut_off(monkeypatch)
     call = inputs.stable(1, 20, 1, 16, dtype=torch.float32)
     call["v"].requires_grad_()
     kda.chunk_kda(**call, backend="tilelang")[0].sum().backward()

@@ -2,8 +2,8 @@
 
 Each warp inverts one diagonal block by forward substitution in fp32, a column a lane. From T (I + Akk) = I the block
 columns follow from the last to the first:  T_rc = -(Σ_{c < l <= r} T_rl Akk_lc) T_cc.  Row block r of T belongs to warp
-r and never leaves its registers: it is the left operand of these products, in fp16, and then, in the
-dtype, of w's and u's.
+r and never leaves its registers: it is the left operand of these products, in fp16, and then of w's and u's, in the
+dtype.
 """
 
 from typing import Any
