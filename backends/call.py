@@ -1,12 +1,21 @@
-"""The normalised call: the one description of an operator call, from the front end to every backend."""
+"""The normalised call: the one description of an operator call, from the front end to every backend.
+
+`KdaCall` is also the one table of the operators' arguments. Its fields say each argument's kind and default, whether
+autograd differentiates it and which operator has it, in the order of the operators' signatures; the schemas of the
+torch operators, the checks and the calls are made from them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+Op = Literal["chunk_kda", "fused_recurrent_kda"]
+OPS: tuple[Op, ...] = ("chunk_kda", "fused_recurrent_kda")
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -14,8 +23,8 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-"""The tensors of a call that may require grad."""
+_GRADIENT = {"differentiable": True}
+_RECURRENT = {"operators": ("fused_recurrent_kda",)}
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -26,28 +35,29 @@ class KdaCall:
     A backend treats the call as read-only, `initial_state` under `inplace_final_state` excepted.
     """
 
-    op: Literal["chunk_kda", "fused_recurrent_kda"]
-    q: Tensor  # [B, T, H, K]   bf16, fp16, fp32 or fp64; k and v alike
-    k: Tensor  # [B, T, H, K]
-    v: Tensor  # [B, T, HV, V]
-    g: Tensor  # [B, T, HV, K]  fp32 or q's dtype: log decay, or the raw gate with use_gate_in_kernel
-    beta: Tensor  # [B, T, HV]  fp32 or q's dtype: step size, or logits with use_beta_sigmoid_in_kernel
-    scale: float
-    initial_state: Tensor | None = None  # [N, HV, V, K], or a pool [slots, HV, V, K]; [.., K, V] unless state_v_first
+    op: Op
+    q: Tensor = field(metadata=_GRADIENT)  # [B, T, H, K]   bf16, fp16, fp32 or fp64; k and v alike
+    k: Tensor = field(metadata=_GRADIENT)  # [B, T, H, K]
+    v: Tensor = field(metadata=_GRADIENT)  # [B, T, HV, V]
+    g: Tensor = field(metadata=_GRADIENT)  # [B, T, HV, K]  fp32 or q's dtype: log decay; raw with use_gate_in_kernel
+    beta: Tensor = field(metadata=_GRADIENT)  # [B, T, HV]  likewise: step size; logits with use_beta_sigmoid_in_kernel
+    scale: float = field(metadata={"default": None})
+    # [N, HV, V, K], or a pool [slots, HV, V, K]; [.., K, V] unless state_v_first
+    initial_state: Tensor | None = field(default=None, metadata=_GRADIENT)
     output_final_state: bool = False
     use_qk_l2norm_in_kernel: bool = False
     use_gate_in_kernel: bool = False
     use_beta_sigmoid_in_kernel: bool = False
     allow_neg_eigval: bool = False
-    A_log: Tensor | None = None  # [HV]
-    dt_bias: Tensor | None = None  # [HV * K]
+    A_log: Tensor | None = field(default=None, metadata=_GRADIENT)  # [HV]
+    dt_bias: Tensor | None = field(default=None, metadata=_GRADIENT)  # [HV * K]
     lower_bound: float | None = None
     cu_seqlens: Tensor | None = None  # [N + 1] int32 or int64; B is then 1
     state_v_first: bool = True
-    # fused_recurrent_kda alone:
-    inplace_final_state: bool = False
-    ssm_state_indices: Tensor | None = None  # [N] or [N, S] int32 or int64, slots of the pool `initial_state`
-    num_accepted_tokens: Tensor | None = None  # [N] int32 or int64, in 1..S
+    inplace_final_state: bool = field(default=False, metadata=_RECURRENT)
+    # [N] or [N, S] int32 or int64, slots of the pool `initial_state`
+    ssm_state_indices: Tensor | None = field(default=None, metadata=_RECURRENT)
+    num_accepted_tokens: Tensor | None = field(default=None, metadata=_RECURRENT)  # [N] int32 or int64, in 1..S
 
     # Shared by all calls of the same shapes, dtypes, devices and options: what a backend derives from these alone.
     memo: dict[Any, Any] = field(default_factory=dict)
@@ -75,3 +85,40 @@ class KdaCall:
     def state_per_token(self) -> bool:
         """Whether the state after every token has a slot or a row of its own, not only each sequence's last one."""
         return self.ssm_state_indices is not None and self.ssm_state_indices.dim() == 2
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A row of the table."""
+
+    name: str
+    kind: str  # in the schema of a torch operator: Tensor, Tensor?, bool or float?
+    default: Any  # of an optional one
+    differentiable: bool
+
+    @property
+    def optional(self) -> bool:
+        """May a call do without it?"""
+        return self.default is not dataclasses.MISSING
+
+
+_KINDS = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "bool": "bool", "float": "float?", "float | None": "float?"}
+_NO_ARGUMENTS = ("op", "memo")
+
+
+def _table(op: Op) -> tuple[Argument, ...]:
+    return tuple(
+        Argument(f.name, _KINDS[str(f.type)], f.metadata.get("default", f.default), "differentiable" in f.metadata)
+        for f in dataclasses.fields(KdaCall)
+        if f.init and f.name not in _NO_ARGUMENTS and op in f.metadata.get("operators", OPS)
+    )
+
+
+ARGUMENTS: dict[Op, tuple[Argument, ...]] = {op: _table(op) for op in OPS}
+"""The arguments of each operator, in the order of its signature."""
+
+PER_TOKEN = tuple(argument.name for argument in ARGUMENTS["chunk_kda"] if not argument.optional)
+"""The tensors with a row for every token: q, k, v, g and beta."""
+
+DIFFERENTIABLE = tuple(argument.name for argument in ARGUMENTS["chunk_kda"] if argument.differentiable)
+"""The tensors of a call that may require grad."""

@@ -3,7 +3,7 @@
 from . import inputs
 from .chunk import chunk_kda_golden, chunk_kda_stages
 from .compare import Comparison, compare, rel_rmse
-from .recurrence import recurrent_kda_golden
+from .recurrent import recurrent_kda_golden
 from .stages import STAGES
 
 __all__ = [

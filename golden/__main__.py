@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,10 +12,12 @@ import torch
 from . import inputs
 from .chunk import chunk_kda_golden
 from .compare import Comparison, compare
-from .recurrence import recurrent_kda_golden
+from .recurrent import recurrent_kda_golden
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 1e-2}
 LENGTHS = [64, 1, 0, 130, 37]
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def self_check() -> dict[str, Comparison]:
@@ -23,19 +27,21 @@ def self_check() -> dict[str, Comparison]:
     """
     results: dict[str, Comparison] = {}
 
-    def hold(label: str, actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], tol: float) -> None:
+    def hold(label: str, actual: Result, expected: Result, tol: float) -> None:
         for name, a, e in zip(("o", "final state"), actual, expected, strict=True):
-            results[f"{label}, {name}"] = compare(a, e, atol=tol, rtol=tol, max_rel_rmse=tol)
+            assert a is not None and e is not None, "every call here asks for the state"
+            results[f"{label}, {name}"] = compare(a.to(dtype), e, atol=tol, rtol=tol, max_rel_rmse=tol)
 
     for dtype, tolerance in TOLERANCES.items():
         call = inputs.stable(2, 150, 2, 64, dtype=dtype, initial_state=True)
         actual = chunk_kda_golden(**call, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
         label = f"fixed length, {str(dtype).removeprefix('torch.')}"
-        hold(label, tuple(x.to(dtype) for x in actual), recurrent_kda_golden(**call), tolerance)
+        hold(label, actual, recurrent_kda_golden(**call), tolerance)
 
     call = inputs.raw(1, sum(LENGTHS), 2, 32, lengths=LENGTHS, dtype=torch.float32, initial_state=True)
     o, state = chunk_kda_golden(**call, dtype=torch.float32)
-    start = 0
+    assert state is not None
+    dtype, start = torch.float32, 0
     for n, length in enumerate(LENGTHS):
         tokens = slice(start, start + length)
         expected = recurrent_kda_golden(**_alone(call, n, tokens))
@@ -51,7 +57,9 @@ def _alone(call: dict[str, Any], n: int, tokens: slice) -> dict[str, Any]:
     return alone | {"initial_state": call["initial_state"][n : n + 1]}
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    description = "The golden checks itself: its chunked form against the token recurrence. Exit code 1 on failure."
+    argparse.ArgumentParser(prog="python -m kda.golden", description=description).parse_args(argv)
     checks = self_check()
     for label, comparison in checks.items():
         print(f"{label}: {comparison}")

@@ -1,8 +1,9 @@
-"""What the operator applies to its inputs before the recurrence: L2 norm, scale, gate, beta."""
+"""M1: what the operator applies to its inputs (L2 norm, scale, gate, beta), and the cumsum of the gate in a chunk."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +64,27 @@ class Activation:
         if not self.use_beta_sigmoid_in_kernel:
             return beta
         return torch.sigmoid(beta) * (2.0 if self.allow_neg_eigval else 1.0)
+
+
+class Activated(NamedTuple):
+    q: Tensor  # [..., C, K] normalised and scaled
+    k: Tensor  # [..., C, K] normalised
+    beta: Tensor  # [..., C]
+    G: Tensor  # [..., C, K] fp64, log decay from the chunk's start up to and including the row
+
+
+def activate(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, act: Activation, valid: Tensor | None = None) -> Activated:
+    """q, k `[..., C, K]`, g `[..., C, K]`, beta `[..., C]`; `valid` `[..., C]` is False past a sequence's end.
+
+    Rows past the end get g = 0 and beta = 0: G stays flat there, so that its last row is that of the last token,
+    and the row writes nothing to the state.
+    """
+    q, k = act.queries(q), act.keys(k)
+    g, beta = act.log_decay(g), act.step_size(beta)
+    if valid is not None:
+        g, beta = g * valid.unsqueeze(-1), beta * valid
+    C = g.shape[-2]
+    return Activated(q, k, beta, torch.ones(C, C, dtype=g.dtype, device=g.device).tril() @ g)
 
 
 def l2_norm(x: Tensor) -> Tensor:

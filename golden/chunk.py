@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import stages
 from .call import Call
 from .constants import CHUNK_SIZE
+from .stages import STAGES, stages
 from .threads import for_each
 
 HEAD_GROUP = 4
@@ -67,7 +67,7 @@ def chunk_kda_stages(
         name: call.v.new_zeros(
             int(counts.sum()), call.HV, *shapes.get(name, (C, K)), dtype=torch.float64 if name == "G" else dtype
         )
-        for name in chain(*stages.STAGES.values())
+        for name in chain(*STAGES.values())
     }
 
     def keep(block: Block) -> None:
@@ -138,8 +138,5 @@ def _stages(call: Call, heads: slice, rows: Tensor, valid: Tensor, S: Tensor) ->
 
     q, k, v = chunked(call.q, q_heads), chunked(call.k, q_heads), chunked(call.v, v_heads)
     g, beta = chunked(call.g, v_heads, torch.float64), chunked(call.beta, v_heads)
-    m1 = stages.m1(q, k, g, beta, call.activation.chunked(heads), valid[:, :, None] if padded else None)
-    m2 = stages.m2(m1.q, m1.k, m1.beta, m1.G)
-    m3 = stages.m3(m1.q, m1.k, v, m1.beta, m1.G, m2.Ainv)
-    m4 = stages.m4(m2.Aqk, m3.qg, m3.kg, m3.decay, m3.w, m3.u, S)
-    return m1._asdict() | m2._asdict() | m3._asdict() | m4._asdict()
+    activation = call.activation.chunked(heads)
+    return stages(q, k, v, g, beta, activation, S, valid[:, :, None] if padded else None)

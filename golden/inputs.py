@@ -35,8 +35,8 @@ class Sizes:
     T: int
     H: int
     K: int = 128
-    V: int | None = None  # K
-    HV: int | None = None  # H
+    V: int = 0  # K
+    HV: int = 0  # H
     _: KW_ONLY
     lengths: Sequence[int] | None = None  # adds int32 cu_seqlens; tokens of T beyond their sum are padding
     dtype: torch.dtype = torch.bfloat16  # of q, k and v

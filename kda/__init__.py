@@ -3,5 +3,5 @@
 from kda import backends
 from kda.ops import chunk_kda, fused_recurrent_kda
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["backends", "chunk_kda", "fused_recurrent_kda"]

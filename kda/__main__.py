@@ -1,36 +1,7 @@
-"""The command line: `python -m kda` (or `kda`) with info, demo, gate, ladder or bench."""
+"""`python -m kda`."""
 
-from __future__ import annotations
-
-import argparse
-import importlib
 import sys
-from collections.abc import Sequence
 
-COMMANDS = {
-    "info": ("kda.info", "versions, devices, and which backends can run here"),
-    "demo": ("kda.demo", "send a real text through a KDA layer and check every path against the golden"),
-    "gate": ("kda.gates.command", "hold a backend to the golden over the case table"),
-    "ladder": ("kda.ladder.command", "from linear attention to KDA in five levels: check, count and time them"),
-    "bench": ("kda.bench.command", "time a backend against the machine's copy bandwidth and matmul rate"),
-}
-"""Command -> its module, with `add_arguments(parser)` and `run(args) -> exit code`, and its line of help."""
+from kda.cli import main
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 good, 1 the command found something wrong, 2 wrong usage."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="kda", description="Kimi Delta Attention operators: see what runs, check it.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, (module_name, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        if argv[:1] == [name]:  # the other commands' modules stay unimported
-            module = importlib.import_module(module_name)
-            module.add_arguments(command)
-            command.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
-    return args.run(args)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,9 @@ class ShortConvolution(nn.Conv1d):
     def __init__(self, channels: int, kernel_size: int) -> None:
         super().__init__(channels, channels, kernel_size, groups=channels, bias=False)
 
-    def forward(self, x: Tensor, tail: Tensor | None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(  # type: ignore[override]  # it returns what the next call continues from as well
+        self, x: Tensor, tail: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Args:
             x: `[B, T, C]`; with `cu_seqlens` `[1, T, C]`.
             tail: `[N, W - 1, C]`, the inputs before each sequence's first; zeros if None.
@@ -63,7 +66,8 @@ class ShortConvolution(nn.Conv1d):
         # Shifted products keep the channels contiguous, as the operators read them; a convolution transposes twice.
         W, weight = self.kernel_size[0], self.weight.to(window.dtype)
         T = window.shape[1] - W + 1
-        return F.silu(sum(window[:, j : j + T] * weight[:, 0, j] for j in range(W)))
+        shifted = (window[:, j : j + T] * weight[:, 0, j] for j in range(1, W))
+        return F.silu(sum(shifted, window[:, :T] * weight[:, 0, 0]))
 
 
 class KimiDeltaAttention(nn.Module):
@@ -176,11 +180,11 @@ class KimiDeltaAttention(nn.Module):
         gate = self.g_b_proj(self.g_a_proj(x)).unflatten(-1, o.shape[2:])
         o = self.o_norm(o.to(self.o_norm.weight.dtype))  # under autocast o comes in half precision
         y = self.o_proj((o * gate.sigmoid()).flatten(2))
-        return y, KimiDeltaCache(tails, state) if output_cache else None
+        return y, None if state is None else KimiDeltaCache(tails, state)
 
     def operator_inputs(
         self, x: Tensor, cache: KimiDeltaCache | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[dict[str, object], tuple[Tensor, Tensor, Tensor]]:
+    ) -> tuple[dict[str, Any], tuple[Tensor, Tensor, Tensor]]:
         """The keyword arguments with which `forward` calls the operator, and the next cache's convolution tails."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         tails = (None, None, None) if cache is None else cache.conv

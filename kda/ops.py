@@ -1,16 +1,16 @@
-"""The two operators that a user calls. Everything they accept is checked in `kda.normalise`."""
+"""The two operators that a user calls. Everything they accept is checked in `kda.checks`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import increment_version
 
-import kda.operator  # noqa: F401  (what registers torch.ops.kda)
-from kda import backends
-from kda.backends.call import DIFFERENTIABLE, KdaCall
-from kda.normalise import normalise, refuse_recording
+from kda import backends, library
+from kda.backends.call import DIFFERENTIABLE, Op
+from kda.checks import checked
 
 
 def chunk_kda(
@@ -70,23 +70,7 @@ def chunk_kda(
         ValueError, TypeError: an argument is wrong; the message names it, what was expected and what came.
         NotImplementedError: an explicitly named backend cannot take the call, with every reason.
     """
-    if not torch.compiler.is_compiling() and not isinstance(q, FakeTensor):
-        call = normalise("chunk_kda", q, k, v, g, beta, scale, initial_state, output_final_state,
-                         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                         A_log, dt_bias, lower_bound, cu_seqlens, state_v_first)  # fmt: skip
-        chosen = backends.select(call, backend)
-        if chosen.differentiable or not torch.is_grad_enabled() or not _requires_grad(call):
-            o, final_state = chosen.chunk_kda(call)
-            return (o[0] if v.dim() == 3 else o), final_state
-    o, final_state = torch.ops.kda.chunk_kda(
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias, lower_bound, cu_seqlens, state_v_first, backend,
-    )  # fmt: skip
-    return o, final_state if output_final_state else None
-
-
-def _requires_grad(call: KdaCall) -> bool:
-    return any((x := getattr(call, name)) is not None and x.requires_grad for name in DIFFERENTIABLE)
+    return _run("chunk_kda", locals())
 
 
 def fused_recurrent_kda(
@@ -135,23 +119,18 @@ def fused_recurrent_kda(
     Raises:
         As `chunk_kda`.
     """
-    if not torch.compiler.is_compiling() and not isinstance(q, FakeTensor):
-        call = normalise("fused_recurrent_kda", q, k, v, g, beta, scale, initial_state, output_final_state,
-                         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                         A_log, dt_bias, lower_bound, cu_seqlens, state_v_first, inplace_final_state,
-                         ssm_state_indices, num_accepted_tokens)  # fmt: skip
-        chosen = backends.select(call, backend)
-        if chosen.differentiable or not torch.is_grad_enabled() or not _requires_grad(call):
-            o, states = chosen.fused_recurrent_kda(call)
-            if inplace_final_state and not chosen.differentiable:
-                increment_version(initial_state)  # autograd cannot see a kernel write
-            return (o[0] if v.dim() == 3 else o), states
-    values = (q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-              use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias, lower_bound, cu_seqlens, state_v_first,
-              backend, ssm_state_indices, num_accepted_tokens)  # fmt: skip
-    if inplace_final_state:
-        refuse_recording(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
-        o, states = torch.ops.kda.fused_recurrent_kda_(*values), initial_state
+    return _run("fused_recurrent_kda", locals())
+
+
+def _run(op: Op, values: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Check the call once, choose its backend once, run it. `values` has every argument, `backend` too."""
+    if torch.compiler.is_compiling() or isinstance(values["q"], FakeTensor):
+        return library.traced(op, values)
+    backend = values.pop("backend")
+    call = checked(op, **values)
+    chosen = backends.select(call, backend)
+    if library.records(call) and not backends.load(chosen).differentiable:
+        o, states = library.Recorded.apply(call, chosen, *(getattr(call, name) for name in DIFFERENTIABLE))
     else:
-        o, states = torch.ops.kda.fused_recurrent_kda(*values)
-    return o, states if output_final_state else None
+        o, states = backends.run(chosen, call)
+    return (o[0] if values["v"].dim() == 3 else o), states

@@ -19,10 +19,10 @@ def check_values(call: KdaCall) -> None:
     """
     bounds = _sequence_bounds(call)
     live = list(range(call.N))
-    if call.ssm_state_indices is not None:
-        start = _start_slots(call)
+    if (indices := call.ssm_state_indices) is not None and (pool := call.initial_state) is not None:
+        start = _start_slots(pool, indices, call.num_accepted_tokens)
         live = [n for n in live if start[n] > 0]
-        _check_pool(call, bounds, start, live)
+        _check_pool(pool, indices, bounds, start, live, call.inplace_final_state)
     else:
         _require("initial_state", call.initial_state, torch.isfinite, "finite values")
     read = torch.zeros(call.B, call.T, dtype=torch.bool)
@@ -64,10 +64,9 @@ def _sequence_bounds(call: KdaCall) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cu))
 
 
-def _start_slots(call: KdaCall) -> list[int]:
+def _start_slots(pool: Tensor, indices: Tensor, accepted: Tensor | None) -> list[int]:
     """The slot that each sequence starts from."""
-    indices, accepted = call.ssm_state_indices, call.num_accepted_tokens
-    slots = call.initial_state.shape[0]
+    slots = pool.shape[0]
     _require("ssm_state_indices", indices, lambda i: i < slots, f"slots below {slots}")
     if indices.dim() == 1:
         return indices.tolist()
@@ -78,16 +77,18 @@ def _start_slots(call: KdaCall) -> list[int]:
     return indices.gather(1, accepted.long()[:, None] - 1)[:, 0].tolist()
 
 
-def _check_pool(call: KdaCall, bounds: list[tuple[int, int]], start: list[int], live: list[int]) -> None:
+def _check_pool(
+    pool: Tensor, indices: Tensor, bounds: list[tuple[int, int]], start: list[int], live: list[int], inplace: bool
+) -> None:
     for slot in (start[n] for n in live):
-        _require(f"initial_state[{slot}]", call.initial_state[slot], torch.isfinite, "finite values")
-    slots = call.ssm_state_indices.tolist()
+        _require(f"initial_state[{slot}]", pool[slot], torch.isfinite, "finite values")
+    slots = indices.tolist()
     lengths = [end - begin for begin, end in bounds]
-    if call.ssm_state_indices.dim() == 1:
+    if indices.dim() == 1:
         slots, lengths = [[slot] for slot in slots], [min(length, 1) for length in lengths]
-    elif (longest := max(lengths, default=0)) > (S := call.ssm_state_indices.shape[1]):
+    elif (longest := max(lengths, default=0)) > (S := indices.shape[1]):
         raise ValueError(f"ssm_state_indices: expected S >= the longest sequence {longest}, got S = {S}")
-    if call.inplace_final_state:
+    if inplace:
         _check_written({n: [slot for slot in slots[n][: lengths[n]] if slot > 0] for n in live}, start)
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+
+from kda import backends
+from kda.backends import environment
+
+pytest.register_assert_rewrite("calls", "decode_calls", "fake_backends", "golden_calls", "pypto_process", "torch_calls")
 
 
 @pytest.fixture
@@ -15,3 +22,26 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the package's variables is set."""
+    for name in environment.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[..., Any]]:
+    """`backends.register` until the test ends; it returns the backend."""
+    names: list[str] = []
+
+    def until_the_end(name: str, backend: Any, **options: str) -> Any:
+        backends.register(name, backend, **options)
+        names.append(name)
+        return backend
+
+    yield until_the_end
+    for name in names:
+        with contextlib.suppress(KeyError):  # a test may have done it
+            backends.unregister(name)

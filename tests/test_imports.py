@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"kda": ROOT / "kda", "kda.backends": ROOT / "backends", "kda.golden": ROOT / "golden"}
+REGISTRY = ("kda.backends", "kda.backends.call", "kda.backends.environment")
+LADDER = "kda.ladder.kernels"
 FRAMEWORKS = ("tilelang", "tvm", "pypto", "torch_npu")
 
 
@@ -58,8 +60,8 @@ def test_the_reader_of_imports() -> None:
     source = "import os.path\nfrom . import call\nfrom ..golden import constants\ndef f():\n    from .torch import run"
     names = {"os.path", "kda.backends.call", "kda.golden.constants", "kda.backends.torch"}
     assert imported("kda.backends", source, is_package=True) == names
-    assert {"kda.normalise", "kda.backends.call", "kda.golden", "kda.backends.torch"} <= set(MODULES)
-    assert "kda.backends.call" in imports_of("kda.normalise")
+    assert {"kda.checks", "kda.backends.call", "kda.golden", "kda.backends.torch"} <= set(MODULES)
+    assert "kda.backends.call" in imports_of("kda.checks")
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if inside(name, "kda.golden")])
@@ -73,15 +75,23 @@ def test_backends_know_no_other_backend_and_no_front_end(module: str) -> None:
     own = ".".join(module.split(".")[:3])  # kda.backends.<name>
     for name in imports_of(module):
         if inside(name, "kda"):
-            allowed = ("kda.golden.constants", "kda.backends.call", own)
+            allowed = ("kda.golden.constants", "kda.backends.call", "kda.backends.environment", own)
             assert inside(name, *allowed) and name != "kda.backends", f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if not inside(name, "kda.backends", "kda.golden")])
+@pytest.mark.parametrize("module", [name for name in MODULES if not inside(name, "kda.backends", "kda.golden", LADDER)])
 def test_the_front_end_reaches_backends_through_the_registry(module: str) -> None:
     for name in imports_of(module):
-        assert not inside(name, "kda.backends") or name in ("kda.backends", "kda.backends.call"), name
+        assert not inside(name, "kda.backends") or name in REGISTRY, name
         assert not inside(name, *FRAMEWORKS), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if inside(name, LADDER)])
+def test_the_ladders_kernels_know_how_tilelang_builds_and_no_more(module: str) -> None:
+    """What the backend's kernels are made of they may use too: its stages, not its hosts."""
+    parts = ("kda.golden.constants", *(f"kda.backends.tilelang.{name}" for name in ("build", "host", "kernels")))
+    for name in imports_of(module):
+        assert not inside(name, "kda") or inside(name, *parts, LADDER), f"{module} imports {name}"
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -94,6 +104,6 @@ def test_import_kda_is_light() -> None:
     code += "; print(*set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
-    assert {"kda.ops", "kda.normalise", "kda.backends.torch"} <= loaded
+    assert {"kda.ops", "kda.checks", "kda.backends.torch"} <= loaded
     assert not {name.split(".")[0] for name in loaded} & {"rich", "matplotlib", "numpy", *FRAMEWORKS}
-    assert not [name for name in loaded if inside(name, "kda.gates", "kda.nn", "kda.demo", "kda.info", "kda.__main__")]
+    assert not [name for name in loaded if inside(name, "kda.gates", "kda.nn", "kda.cli", "kda.__main__")]

@@ -15,16 +15,22 @@ import torch
 from torch import Tensor
 
 from kda.backends.call import KdaCall
+from kda.backends.environment import emulating
 
-from .detect import emulating, missing_interpreter, missing_npu, missing_pypto
+from .detect import missing_interpreter, missing_npu, missing_pypto
 
-__all__ = ["about", "chunk_kda", "differentiable", "fused_recurrent_kda", "refuses", "stages", "unusable"]
+__all__ = ["about", "chunk_kda", "differentiable", "fused_recurrent_kda", "refuses", "stages", "takes", "unusable"]
 
 about = (
     "PyPTO kernels, interpreter-verified: the tests execute them on the CPU op by op, they have not run on an NPU yet; "
     "gradients are torch's, computed anew"
 )
 differentiable = False
+takes = frozenset((
+    "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "A_log", "dt_bias", "lower_bound", "cu_seqlens", "state_v_first",
+    "inplace_final_state", "ssm_state_indices", "num_accepted_tokens",
+))  # fmt: skip
 
 HEAD_DIMS = (64, 128)
 MOST_ELEMENTS = 2**31 - 1
@@ -62,17 +68,17 @@ def refuses(call: KdaCall) -> list[str]:
 
 def chunk_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     """Run the call: o in v's shape and dtype, and the final state if the call asks for it."""
-    return _host("launch").chunk_kda(call)
+    return _host("chunk").chunk_kda(call)
 
 
 def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     """As `chunk_kda`, token by token, with state pools."""
-    return _host("pool").fused_recurrent_kda(call)
+    return _host("recurrent").fused_recurrent_kda(call)
 
 
 def stages(call: KdaCall) -> dict[str, Tensor]:
     """The tensors of M1 to M4, named and laid out as the golden's, 128 tokens a chunk."""
-    return _host("launch").stages(call)
+    return _host("chunk").stages(call)
 
 
 @functools.cache

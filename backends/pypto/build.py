@@ -28,7 +28,8 @@ def run(body: Callable[..., None], inputs: list[Tensor], outputs: list[Tensor], 
     if device.type == "cpu":
         interpret.run(_interpreted(body), inputs, outputs, config)
     else:
-        with torch.npu.device(device):  # PyPTO launches on the current device's stream
+        # PyPTO launches on the current device's stream.
+        with torch.npu.device(device):  # type: ignore[attr-defined]  # torch_npu adds it
             _compiled(body)(*inputs, *outputs, config)
 
 

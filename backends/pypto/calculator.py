@@ -59,8 +59,8 @@ def _compiler() -> str | None:
 def _build(library: Path) -> None:
     import pypto
 
-    if reason := missing_tools():
-        raise RuntimeError(reason)
+    if (cmake := _cmake()) is None or _compiler() is None:
+        raise RuntimeError(missing_tools())
     source = Path(pypto.__file__).parent / "lib" / "calculator"
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
@@ -71,9 +71,9 @@ def _build(library: Path) -> None:
             "PY3_MOD_TORCH_C_GLIBCXX_USE_CXX11_ABI": int(torch.compiled_with_cxx11_abi()),
         }
         defined = [f"-D{name}={value}" for name, value in options.items()]
-        _run([_cmake(), "-S", str(source), "-B", f"{folder}/build", *defined])
-        _run([_cmake(), "--build", f"{folder}/build", "-j", str(JOBS)])
-        _run([_cmake(), "--install", f"{folder}/build", "--prefix", f"{folder}/install"])
+        _run([cmake, "-S", str(source), "-B", f"{folder}/build", *defined])
+        _run([cmake, "--build", f"{folder}/build", "-j", str(JOBS)])
+        _run([cmake, "--install", f"{folder}/build", "--prefix", f"{folder}/install"])
         os.replace(f"{folder}/install/lib/{LIBRARY}", library)  # at once: another process may be looking
 
 

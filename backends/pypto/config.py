@@ -28,7 +28,7 @@ class Config:
 def config(call: KdaCall) -> Config:
     """The build that takes `call`."""
     return Config(
-        K=call.K, V=call.V, dtypes=tuple(str(x.dtype) for x in (call.q, call.g, call.beta)),
+        K=call.K, V=call.V, dtypes=(str(call.q.dtype), str(call.g.dtype), str(call.beta.dtype)),
         group=call.HV // call.H, scale=call.scale, norm=call.use_qk_l2norm_in_kernel, gate=call.use_gate_in_kernel,
         lower_bound=call.lower_bound, sigmoid=call.use_beta_sigmoid_in_kernel, neg_eigval=call.allow_neg_eigval,
         state_v_first=call.state_v_first,

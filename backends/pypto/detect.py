@@ -9,13 +9,7 @@ from __future__ import annotations
 import functools
 import glob
 import importlib.util
-import os
 from importlib.metadata import PackageNotFoundError, version
-
-
-def emulating() -> bool:
-    """Whether the user asked for CPU execution."""
-    return os.environ.get("KDA_EMULATE") == "1"
 
 
 @functools.cache
@@ -39,7 +33,8 @@ def missing_npu() -> str | None:
         import torch
         import torch_npu  # noqa: F401
 
-        return None if torch.npu.is_available() else "torch.npu.is_available() is False: is CANN set up?"
+        available = torch.npu.is_available()  # type: ignore[attr-defined]  # torch_npu adds it
+        return None if available else "torch.npu.is_available() is False: is CANN set up?"
     except BaseException as error:  # whatever a half-installed CANN raises, the other backends must go on working
         return f"torch_npu does not work: {type(error).__name__}: {error}"
 

@@ -1,48 +1,46 @@
-"""The backend for NVIDIA GPUs: TileLang kernels for chunk_kda (plan -> prepare -> recurrence) and fused_recurrent_kda.
+"""The backend for NVIDIA GPUs: TileLang kernels for chunk_kda (plan -> prepare -> carry) and fused_recurrent_kda.
 
 With KDA_EMULATE=1 the same kernel sources also run on CPU tensors, in float32 and slowly: to check them without a GPU.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
-
 import torch
 
 from kda.backends.call import KdaCall
+from kda.backends.environment import emulating
 
 from .build import HOPPER, target_for
-from .decode import fused_recurrent_kda
-from .launch import chunk_kda, stages
+from .chunk import chunk_kda, stages
+from .detect import missing_device, missing_tilelang
+from .recurrent import fused_recurrent_kda
 
-__all__ = ["about", "chunk_kda", "differentiable", "fused_recurrent_kda", "refuses", "stages", "unusable"]
+__all__ = ["about", "chunk_kda", "differentiable", "fused_recurrent_kda", "refuses", "stages", "takes", "unusable"]
 
 about = (
     "TileLang kernels; gradients are torch's, computed anew. The tile-level kernels are executed on the CPU by the "
     "tests; prepare's thread-level twin, which Hopper GPUs run, is held to the golden on a GPU alone"
 )
 differentiable = False
+takes = frozenset((
+    "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "A_log", "dt_bias", "lower_bound", "cu_seqlens", "state_v_first",
+    "inplace_final_state", "ssm_state_indices", "num_accepted_tokens",
+))  # fmt: skip
 
 HEAD_DIMS = (64, 128)
 
 
 def unusable() -> list[str]:
     """Why the kernels cannot run on this machine."""
-    reasons = []
-    if not _installed():
-        reasons.append("tilelang is not installed (the extra `cuda`)")
-    if not _has_device() and not _emulating():
-        reasons.append("there is no CUDA device (KDA_EMULATE=1 runs the kernels on CPU tensors, slowly)")
-    return reasons
+    return [reason for reason in (missing_tilelang(), missing_device()) if reason]
 
 
 def refuses(call: KdaCall) -> list[str]:
     """Every reason why the kernels cannot take the call."""
     reasons = []
     device = call.q.device.type
-    if device != "cuda" and not (device == "cpu" and _emulating()):
+    if device != "cuda" and not (device == "cpu" and emulating()):
         reasons.append(f"its tensors must be on cuda, got {device}")
     if device == "cuda" and (target := target_for(call.q.device)) != HOPPER:
         reasons.append(f"its kernels are for Hopper GPUs ({HOPPER}), got {target}")
@@ -56,17 +54,3 @@ def refuses(call: KdaCall) -> list[str]:
     if call.B * call.T >= 2**31:
         reasons.append(f"B * T must be below 2^31, got {call.B * call.T}")
     return reasons
-
-
-@functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("tilelang") is not None
-
-
-@functools.cache
-def _has_device() -> bool:
-    return torch.cuda.is_available()
-
-
-def _emulating() -> bool:
-    return os.environ.get("KDA_EMULATE") == "1"

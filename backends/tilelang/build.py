@@ -1,6 +1,6 @@
-"""From a call to the kernels that it needs: what they are built for, and their builds, one per process and kind.
+"""From a kernel's builder and its parameters to a function: one build per process and kind, kept on disk by `kept`.
 
-Batch, lengths and the number of sequences are symbolic: one build serves them all. On disk, `artefacts` keeps them.
+Batch, lengths and the number of sequences are symbolic: one build serves them all.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from kda.backends.call import KdaCall
-
-from .artefacts import Entry
+from .kept import Kept
 
 CPU = "c"
 """Target of the CPU execution path, which computes in float32."""
 
 HOPPER = "sm_90a"
-"""The one GPU architecture that the kernels are tuned and proved for; prepare has a thread-level twin for it."""
+"""The one GPU architecture that the kernels are tuned and proved for; `kernels.sm90` is for it alone."""
+
+PASS_CONFIGS = {"tl.enable_fast_math": True}
+"""Of TileLang's compiler, for every kernel on a GPU; a kernel may ask for more."""
 
 Kernel = Callable[..., None]
 
@@ -41,25 +42,9 @@ def processors(device: torch.device) -> int:
     return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def dtypes(call: KdaCall) -> dict[str, torch.dtype]:
-    """What a kernel gets: `dtype` (q, k, v, o), `g_dtype` and `beta_dtype`."""
-    if target_for(call.q.device) == CPU:
-        return dict.fromkeys(("dtype", "g_dtype", "beta_dtype"), torch.float32)
-    return {"dtype": call.q.dtype, "g_dtype": call.g.dtype, "beta_dtype": call.beta.dtype}
-
-
-def activation(call: KdaCall) -> dict[str, bool]:
-    """What M1 does, as a kernel's builder takes it."""
-    return {
-        "use_qk_l2norm": call.use_qk_l2norm_in_kernel, "use_gate": call.use_gate_in_kernel,
-        "bounded_gate": call.lower_bound is not None, "use_beta_sigmoid": call.use_beta_sigmoid_in_kernel,
-        "allow_neg_eigval": call.allow_neg_eigval,
-    }  # fmt: skip
-
-
 @functools.cache
 def build(target: str, builder: str, **parameters: Any) -> Kernel:
-    """The kernel that `builder`, a function in a module of this package ("module.function"), makes of the parameters.
+    """The kernel that `builder` ("module.function", with the module's full name) makes of the parameters.
 
     Dtypes may be torch's: a builder gets their names.
     """
@@ -68,11 +53,11 @@ def build(target: str, builder: str, **parameters: Any) -> Kernel:
         from .cpu_trace import cpu_trace
 
         with cpu_trace():
-            return compile_kernel(_make(builder, parameters), CPU)
-    entry = Entry(target, builder, parameters)
-    if (function := entry.load()) is None:
-        kernel = compile_kernel(_make(builder, parameters), target)
-        entry.keep(kernel)
+            return compile_kernel(make(builder, parameters), CPU)
+    kept = Kept(builder, parameters, target, PASS_CONFIGS)
+    if (function := kept.load()) is None:
+        kernel = compile_kernel(make(builder, parameters), target)
+        kept.keep(kernel)
         # The function itself: TileLang's own wrapper around it costs more host time than the launch.
         function = kernel.adapter.get_exportable_executable()["main"]
     return function
@@ -82,9 +67,10 @@ def _spelled(value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
-def _make(builder: str, parameters: dict[str, Any]) -> Any:
+def make(builder: str, parameters: dict[str, Any]) -> Any:
+    """The traced kernel, before any compilation."""
     module, _, name = builder.rpartition(".")
-    return getattr(importlib.import_module(f".{module}", __package__), name)(**parameters)
+    return getattr(importlib.import_module(module), name)(**parameters)
 
 
 def compile_kernel(kernel: Any, target: str) -> Any:
@@ -94,7 +80,5 @@ def compile_kernel(kernel: Any, target: str) -> Any:
 
     if target == CPU:
         return tilelang.compile(kernel, target=CPU, execution_backend="cython")
-    return tilelang.compile(
-        kernel, target={"kind": "cuda", "arch": target}, execution_backend="tvm_ffi",
-        pass_configs={tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True},
-    )  # fmt: skip
+    architecture = {"kind": "cuda", "arch": target}
+    return tilelang.compile(kernel, target=architecture, execution_backend="tvm_ffi", pass_configs=PASS_CONFIGS)

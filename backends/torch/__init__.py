@@ -7,10 +7,15 @@ from kda.backends.call import KdaCall
 from .chunk import chunk_kda, stages
 from .recurrent import fused_recurrent_kda
 
-__all__ = ["about", "chunk_kda", "differentiable", "fused_recurrent_kda", "refuses", "stages", "unusable"]
+__all__ = ["about", "chunk_kda", "differentiable", "fused_recurrent_kda", "refuses", "stages", "takes", "unusable"]
 
 about = "plain PyTorch on any device, with autograd"
 differentiable = True
+takes = frozenset((
+    "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "A_log", "dt_bias", "lower_bound", "cu_seqlens", "state_v_first",
+    "inplace_final_state", "ssm_state_indices", "num_accepted_tokens",
+))  # fmt: skip
 
 
 def unusable() -> list[str]:

@@ -65,8 +65,9 @@ def _gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: 
     """Log decay: -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias))."""
     if dt_bias is not None:
         g = g + dt_bias.to(g.dtype).unsqueeze(-2)
-    if A_log is None:
+    if A_log is None and lower_bound is not None:
         return lower_bound * torch.sigmoid(g)
+    assert A_log is not None, "the front end sees to it"
     # A saturated gate has gradient 0, and 0 * exp(A_log) must not become NaN by an infinite exp(A_log).
     rate = A_log.to(g.dtype).clamp(max=math.log(torch.finfo(g.dtype).max) - 1.0).exp()[:, None, None]
     return -rate * softplus(g) if lower_bound is None else lower_bound * torch.sigmoid(rate * g)

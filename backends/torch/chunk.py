@@ -11,9 +11,10 @@ from kda.backends.call import KdaCall
 from kda.golden.constants import CHUNK_SIZE
 
 from .activation import Inputs, activate
-from .intra import intra
+from .carry import Carried, carry
+from .inverse import inverse
 from .layout import Layout, Piece, sequences
-from .state import Carried, carry
+from .scores import scores
 from .walk import initial_states, kv_layout, walk
 from .wy import wy
 
@@ -30,7 +31,7 @@ def chunk_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     def body(piece: Piece, x: Inputs, S: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         m4 = _carry(_prepare(call, piece, x), S)
         o = torch.stack(m4.o).unflatten(1, S.shape[:2])
-        return {"o": piece.to_rows(o.to(call.v.dtype))}, m4.S.view_as(S)
+        return {"o": piece.to_rows(o.to(call.v.dtype))}, m4.final_state.view_as(S)
 
     layout = _layout(call, lambda longest: min(CHUNK_SIZE, 1 << max(longest - 1, 0).bit_length()))
     results, final = walk(call, layout, initial_states(call), body)
@@ -46,7 +47,7 @@ def stages(call: KdaCall) -> dict[str, Tensor]:
         m4 = _carry(tables, S)
         tables |= {"G": tables.pop("g").cumsum(-2), "h": torch.stack(m4.h), "v_new": torch.stack(m4.v_new)}
         by_sequence = {name: table.unflatten(1, S.shape[:2]) for name, table in tables.items()}
-        return {name: table.flatten(0, 1) for name, table in by_sequence.items()}, m4.S.view_as(S)
+        return {name: table.flatten(0, 1) for name, table in by_sequence.items()}, m4.final_state.view_as(S)
 
     layout = _layout(call, lambda longest: CHUNK_SIZE)
     results, _ = walk(call, layout, initial_states(call), body)
@@ -61,17 +62,16 @@ def _layout(call: KdaCall, chunk: Callable[[int], int]) -> Layout:
 def _prepare(call: KdaCall, piece: Piece, x: Inputs) -> dict[str, Tensor]:
     """M1 to M3 on one piece: their tensors, and g for G, `[chunks, sequences * HV, C, ...]`."""
     q, k, v, g, beta = (t.flatten(0, 2) for t in activate(call, piece, x))
-    m2 = intra(q, k, g)
+    m2 = scores(q, k, g)
     Akk = m2.Akk * beta
-    m3 = wy(Akk, beta, k * m2.from_start, v)
-    tables = {
-        "q": q, "k": k, "g": g, "beta": beta.squeeze(-1),
-        "Akk": Akk, "Aqk": m2.Aqk, "Ainv": m3.Ainv,
-        "qg": q * m2.from_start, "kg": k * m2.to_end, "decay": m2.from_start[:, -1], "w": m3.w, "u": m3.u,
-    }  # fmt: skip
+    Ainv = inverse(Akk)
+    m3 = wy(q, k, v, beta, m2.from_start, m2.to_end, Ainv)
+    tables = {"q": q, "k": k, "g": g, "beta": beta.squeeze(-1), "Akk": Akk, "Aqk": m2.Aqk, "Ainv": Ainv}
+    tables |= m3._asdict()
     return {name: table.unflatten(0, (piece.chunks, -1)) for name, table in tables.items()}
 
 
 def _carry(tables: dict[str, Tensor], S: Tensor) -> Carried:
     """M4 from the states `[sequences, HV, K, V]` that enter the piece."""
-    return carry(S.flatten(0, 1), *(tables[name] for name in ("Aqk", "qg", "kg", "decay", "w", "u")))
+    Aqk, qg, kg, decay, w, u = (tables[name] for name in ("Aqk", "qg", "kg", "decay", "w", "u"))
+    return carry(Aqk, qg, kg, decay, w, u, S.flatten(0, 1))

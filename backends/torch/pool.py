@@ -17,23 +17,23 @@ from .walk import kv_layout
 
 
 class Pool:
-    """`call.initial_state` `[slots, HV, V, K]` as `call.ssm_state_indices` addresses it.
+    """The caller's states `[slots, HV, V, K]`, as `ssm_state_indices` addresses them.
 
     Attributes:
         per_token: every token has a slot of its own, not only every sequence.
         lengths: tokens of each sequence, 0 for one that takes no part.
     """
 
-    def __init__(self, call: KdaCall, starts: list[int], lengths: list[int]) -> None:
+    def __init__(self, call: KdaCall, states: Tensor, indices: Tensor, starts: list[int], lengths: list[int]) -> None:
         """Reads the indices from the device.
 
         Raises ValueError where they are too few or past the pool, or where `num_accepted_tokens` is not in 1..S.
         """
-        self._call = call
+        self._call, self._states = call, states
         self.per_token = call.state_per_token
-        slots = call.ssm_state_indices.tolist()
+        slots = indices.tolist()
         if self.per_token:
-            accepted = _accepted(call, max(lengths, default=0))
+            accepted = _accepted(call, indices.shape[1], max(lengths, default=0))
             self._start = [of_sequence[a - 1] for of_sequence, a in zip(slots, accepted, strict=True)]
         else:
             self._start = slots
@@ -43,7 +43,7 @@ class Pool:
             self._slots = {starts[n] + t: slots[n][t] for n in range(call.N) for t in range(self.lengths[n])}
         else:
             self._slots = {n: slots[n] for n in range(call.N) if self.lengths[n]}
-        size = len(call.initial_state)
+        size = len(states)
         if (highest := max([*self._start, *self._slots.values()], default=0)) >= size:
             raise ValueError(f"ssm_state_indices: expected slots below {size}, got {highest}")
 
@@ -51,7 +51,7 @@ class Pool:
         """The states `[N, HV, K, V]` that the sequences start from; 0 for a null slot, which is not read."""
         call = self._call
         live = {n: slot for n, slot in enumerate(self._start) if slot > 0}
-        states = kv_layout(call, call.initial_state.index_select(0, self._tensor(live.values())))
+        states = kv_layout(call, self._states.index_select(0, self._tensor(live.values())))
         start = torch.zeros(call.N, call.HV, call.K, call.V, dtype=state_dtype(call.q.dtype), device=states.device)
         return start.index_copy_(0, self._tensor(live), states.to(start.dtype))
 
@@ -59,15 +59,14 @@ class Pool:
         """Leave `states`, a row per sequence or per token `[rows, HV, K, V]`, in their slots of the caller's tensor."""
         live = {row: slot for row, slot in self._slots.items() if slot > 0}
         rows = kv_layout(self._call, states.index_select(0, self._tensor(live)))
-        self._call.initial_state.index_copy_(0, self._tensor(live.values()), rows.to(self._call.initial_state.dtype))
+        self._states.index_copy_(0, self._tensor(live.values()), rows.to(self._states.dtype))
 
     def _tensor(self, rows: Iterable[int]) -> Tensor:
-        return torch.tensor(list(rows), dtype=torch.long, device=self._call.initial_state.device)
+        return torch.tensor(list(rows), dtype=torch.long, device=self._states.device)
 
 
-def _accepted(call: KdaCall, longest: int) -> list[int]:
+def _accepted(call: KdaCall, S: int, longest: int) -> list[int]:
     """How many drafted tokens of the step before each sequence has kept: it starts from the last one's state."""
-    S = call.ssm_state_indices.shape[1]
     if longest > S:
         raise ValueError(f"ssm_state_indices: expected S >= the longest sequence {longest}, got S = {S}")
     if call.num_accepted_tokens is None:

@@ -35,18 +35,19 @@ def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     batch. Raises ValueError for wrong values of `cu_seqlens`, `ssm_state_indices` or `num_accepted_tokens`.
     """
     starts, lengths = sequences(call)
-    pool = None if call.ssm_state_indices is None else Pool(call, starts, lengths)
+    initial, indices = call.initial_state, call.ssm_state_indices
+    pool = None if initial is None or indices is None else Pool(call, initial, indices, starts, lengths)
     if pool is None:
         o, states = _run(call, starts, lengths, initial_states(call), per_token=False)
     else:
         o, states = _run(call, starts, pool.lengths, pool.read(), pool.per_token)
     if not call.inplace_final_state:
         return o, kv_layout(call, states).contiguous() if call.output_final_state else None
-    if pool is None:
-        call.initial_state.copy_(kv_layout(call, states))
-    else:
+    if pool is not None:
         pool.write(states)
-    return o, call.initial_state if call.output_final_state else None
+    elif initial is not None:
+        initial.copy_(kv_layout(call, states))
+    return o, initial if call.output_final_state else None
 
 
 def _run(
@@ -55,10 +56,10 @@ def _run(
     """o and, from `states` `[N, HV, K, V]`, the final states or those after each token `[B * T, HV, K, V]`."""
 
     def body(piece: Piece, x: Inputs, S: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        tables = (table.flatten(1, 3) for table in activate(call, piece, x))
+        q, k, v, g, beta = (table.flatten(1, 3) for table in activate(call, piece, x))
         pairs = S.shape[:2]
         o, after = [], []
-        for o_t, S_t in _steps(*tables, S.flatten(0, 1)):
+        for o_t, S_t in _steps(q, k, v, g, beta, S.flatten(0, 1)):
             S = S_t
             o.append(o_t)
             if per_token:

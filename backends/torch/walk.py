@@ -60,7 +60,7 @@ def _by_heads(call: KdaCall, layout: Layout, states: Tensor) -> Iterator[tuple[I
     dt_bias = repeat(None) if call.dt_bias is None else call.dt_bias.view(call.HV, call.K).split(value_heads)
     for *tensors, a, b, S0 in zip(q, k, v, g, beta, A_log, dt_bias, states.split(value_heads, 1), strict=False):
         rows = zip(*(layout.split(x) for x in tensors), strict=True)
-        yield (Inputs(*piece, a, b) for piece in rows), S0
+        yield (Inputs(*piece, a, b) for piece in rows), S0  # type: ignore[call-arg]  # five tensors a piece
 
 
 def _cat(tensors: list[Tensor], dim: int) -> Tensor:

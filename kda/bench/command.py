@@ -6,114 +6,97 @@ import argparse
 import functools
 import importlib
 import json
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import kda
-from kda import backends
 from kda.bench import cases, measure
 from kda.bench.cases import CASES, HOST_CASE, PEER_CASES, Case, Decode
 from kda.bench.measure import Ceilings, Measurement
-from kda.console import open_console, plot_problem, progress_bar
-from kda.info import devices, versions
+from kda.cli import options
+from kda.cli.console import Column, open_console, progress_bar, say, show_table
+from kda.cli.info import described, versions
+from kda.cli.options import UsageError
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALED = ("Scaled down for the CPU: a 16th of the heads, a 32nd of the tokens, in decoding a 16th of the sequences. "
           "These are not the cases of the table.")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m kda bench`."""
-    names = ", ".join(("auto", *backends.NAMES))
-    parser.add_argument("--backend", metavar="NAME", help=f"one of {names} (default: $KDA_BACKEND, else auto)")
+    options.add_backend(parser)
     parser.add_argument("--case", nargs="+", metavar="ID", dest="cases", help=f"these only, of {', '.join(CASES)}")
     peers = f"flash-linear-attention beside it, on the cases named, else {', '.join(PEER_CASES)}: it tunes for minutes"
     parser.add_argument("--peers", action="store_true", help=peers)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of q, k, v, g, beta (default: %(default)s)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small versions of the cases")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure there, in SI units")
-    parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the roofline")
+    options.add_dtype(parser, "of q, k, v, g, beta", "bf16", "bf16", "fp16")
+    options.add_device(parser)
+    options.add_files(parser, "draw the roofline")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark; 0 if the backend ran every case, 1 if not, 2 for wrong usage or a machine that cannot."""
-    console = open_console()
-    say = functools.partial(console.print, markup=False, soft_wrap=True)
-    backend = args.backend or os.environ.get("KDA_BACKEND") or "auto"
-    if backend == "auto":
-        backend = backends.for_device(args.device)
-    if problem := _problem(args, backend):
-        say(problem)
-        return 2
-    device, dtype = torch.device(args.device), DTYPES[args.dtype]
-    about = dict(devices())["cuda:0" if args.device == "cuda" else "cpu"]
-    say(", ".join(f"{name} {version}" for name, version in versions()) + f", CUDA {torch.version.cuda}")
-    say(f"backend {backend}, {args.dtype}, on {about}")
-    if args.device == "cpu":
-        say(SCALED)
-    peers = _peer(say) if args.peers else {}
+    """Run the benchmark; 0 if the backend ran every case, 1 if not. Raises UsageError before anything runs."""
+    if unknown := [id for id in args.cases or () if id not in CASES]:
+        raise UsageError(f"--case: unknown {', '.join(unknown)}; known: {', '.join(CASES)}")
+    options.check_files(args)
+    device = options.device(args)
+    if device.type not in ("cuda", "cpu"):
+        raise UsageError(f"--device: expected cuda or cpu, got {device}")
+    backend, dtype = options.usable_backend(args, device), options.DTYPES[args.dtype]
+    console, about = open_console(), described(device)
+    say(console, ", ".join(f"{name} {version}" for name, version in versions()) + f", CUDA {torch.version.cuda}")
+    say(console, f"backend {backend}, {args.dtype}, on {about}")
+    if device.type == "cpu":
+        say(console, SCALED)
+    peers = _peer(console) if args.peers else {}
     best = measure.ceilings(device, dtype)
-    say(f"copy {best.copy / 1e9:.0f} GB/s (read plus written), matmul {best.matmul / 1e12:.4g} TFLOP/s, both measured")
-    measurements = _run_all(console, args, backend, peers)
-    _show(console, measurements, best)
+    say(console, f"copy {best.copy / 1e9:.0f} GB/s (read plus written), matmul {best.matmul / 1e12:.4g} TFLOP/s, both "
+                 "measured")  # fmt: skip
+    measurements = _run_all(console, args, backend, device, peers)
+    show(console, measurements, best)
     if args.json:
-        args.json.write_text(json.dumps(_as_json(args, backend, about, measurements, best), indent=1) + "\n")
+        report = _as_json(args.dtype, backend, device, about, measurements, best)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.plot:
         from kda.bench.plot import draw
 
-        draw(measurements, best, args.plot, f"{backend}, {args.dtype}, on {about}")
+        if not draw(measurements, best, args.plot, f"{backend}, {args.dtype}, on {about}"):
+            say(console, f"--plot: no case has a time to draw; {args.plot} was not written")
     return 1 if any(m.error for m in measurements if m.operator == "kda") else 0
 
 
-def _problem(args: argparse.Namespace, backend: str) -> str | None:
-    """What keeps the benchmark from running as asked."""
-    unknown = [id for id in args.cases or () if id not in CASES]
-    if unknown:
-        return f"--case: unknown {', '.join(unknown)}; known: {', '.join(CASES)}"
-    if args.device == "cuda" and not torch.cuda.is_available():
-        return "bench: no CUDA device here; --device cpu runs small versions of the cases on the CPU"
-    if args.plot and (missing := plot_problem(args.plot)):
-        return missing
-    try:
-        reasons = backends.unusable(backend)
-    except ValueError as unknown_name:
-        return str(unknown_name)
-    return f"backend {backend} cannot be used: {'; '.join(reasons)}" if reasons else None
-
-
-def _peer(say: Callable[[str], None]) -> dict[str, Callable[..., Any]]:
+def _peer(console: Console) -> dict[str, Callable[..., Any]]:
     """flash-linear-attention's operators, as bounded gates allow them; none, and a word, where it is missing."""
     try:
         fla, ops = importlib.import_module("fla"), importlib.import_module("fla.ops.kda")
     except ImportError as error:
-        say(f"--peers: flash-linear-attention is not installed here ({error}); going on without it")
+        say(console, f"--peers: flash-linear-attention is not installed here ({error}); going on without it")
         return {}
-    say(f"peer: flash-linear-attention {fla.__version__}, safe_gate=True")
+    say(console, f"peer: flash-linear-attention {fla.__version__}, safe_gate=True")
     recurrent = ops.fused_recurrent_kda
     return {"chunk_kda": functools.partial(ops.chunk_kda, safe_gate=True), "fused_recurrent_kda": recurrent}
 
 
 def _run_all(
-    console: Console, args: argparse.Namespace, backend: str, peers: dict[str, Callable[..., Any]]
-) -> list[Measurement]:
-    device, chosen = torch.device(args.device), args.cases or list(CASES)
+    console: Console, args: argparse.Namespace, backend: str, device: torch.device,
+    peers: dict[str, Callable[..., Any]],
+) -> list[Measurement]:  # fmt: skip
+    on_device, chosen = device.type != "cpu", args.cases or list(CASES)
     found = []
     with progress_bar(console) as progress:
         task = progress.add_task("", total=len(chosen))
         for id in chosen:
             progress.update(task, description=id)
-            case = CASES[id] if args.device == "cuda" else CASES[id].scaled_down()
-            inputs = case.inputs(device, DTYPES[args.dtype])
-            operators = {"kda": functools.partial(getattr(kda, case.operator), backend=backend)}
+            case = CASES[id] if on_device else CASES[id].scaled_down()
+            inputs = case.inputs(device, options.DTYPES[args.dtype])
+            operators: dict[str, Callable[..., Any]] = {
+                "kda": functools.partial(getattr(kda, case.operator), backend=backend)
+            }
             if case.operator in peers and (args.cases or id in PEER_CASES):
                 operators["fla"] = peers[case.operator]
-            on_device, decode = args.device == "cuda", isinstance(case, Decode)
+            decode = isinstance(case, Decode)
             for name, operator in operators.items():
                 call = functools.partial(operator, **inputs)
                 host = on_device and (decode or id == HOST_CASE)
@@ -122,31 +105,35 @@ def _run_all(
     return found
 
 
-def _show(console: Console, measurements: list[Measurement], best: Ceilings) -> None:
-    table = Table(box=None)
-    for column in ("case", "operator", "H", "T"):
-        table.add_column(column)
-    for column in ("ms", "MB", "GB/s", "of copy", "GFLOP", "TFLOP/s", "of matmul", "host ms", "graph ms"):
-        table.add_column(column, justify="right")
-    for m in measurements:
-        case, figures = m.case, ["failed", *[""] * 8]
-        if m.seconds:
-            of_copy, of_matmul = m.bytes_per_second / best.copy, m.flops_per_second / best.matmul
-            figures = [
-                f"{m.seconds * 1e3:.3f}",
-                f"{case.moved_bytes / 1e6:.1f}", f"{m.bytes_per_second / 1e9:.4g}", f"{of_copy:.1%}",
-                f"{case.flops / 1e9:.2f}", f"{m.flops_per_second / 1e12:.4g}", f"{of_matmul:.1%}",
-                *("" if s is None else f"{s * 1e3:.3f}" for s in (m.host_seconds, m.graph_seconds)),
-            ]  # fmt: skip
-        table.add_row(case.id, m.operator, str(case.H), _lengths(case), *figures)
-    console.print(table)
+COLUMNS = (
+    Column("case"), Column("operator"), Column("H", needed=False), Column("T"),
+    *(Column(title, number=True, needed=title in ("ms", "of copy"))
+      for title in ("ms", "of copy", "of matmul", "host ms", "graph ms", "GB/s", "TFLOP/s", "MB", "GFLOP")),
+)  # fmt: skip
+
+
+def show(console: Console, measurements: list[Measurement], best: Ceilings) -> None:
+    """Print the table, what failed, and what its figures are."""
+    show_table(console, COLUMNS, [_row(m, best) for m in measurements])
     for m in measurements:
         if m.error:
-            console.print(f"{m.case.id}, {m.operator}: {m.error}", markup=False, soft_wrap=True)
-    note = functools.partial(console.print, markup=False, soft_wrap=True)
-    note(f"bytes: {cases.BYTES_FORMULA} ({cases.BYTES_MEANING})")
-    note(f"FLOP, {cases.FLOPS_FORMULA} ({cases.FLOPS_MEANING}); {cases.RECURRENT_FLOPS_FORMULA}")
-    note(f"graph ms: of one call where a CUDA graph replays {measure.STEPS}")
+            say(console, f"{m.case.id}, {m.operator}: {m.error}")
+    say(console, f"bytes: {cases.BYTES_FORMULA} ({cases.BYTES_MEANING})")
+    say(console, f"FLOP, {cases.FLOPS_FORMULA} ({cases.FLOPS_MEANING}); {cases.RECURRENT_FLOPS_FORMULA}")
+    say(console, f"graph ms: of one call where a CUDA graph replays {measure.STEPS}")
+
+
+def _row(m: Measurement, best: Ceilings) -> tuple[str, ...]:
+    case = m.case
+    named = (case.id, m.operator, str(case.H), _lengths(case))
+    if m.seconds is None or m.bytes_per_second is None or m.flops_per_second is None:
+        return (*named, "failed", *[""] * 8)
+    host, graph = ("" if s is None else f"{s * 1e3:.3f}" for s in (m.host_seconds, m.graph_seconds))
+    return (
+        *named, f"{m.seconds * 1e3:.3f}", f"{m.bytes_per_second / best.copy:.1%}",
+        f"{m.flops_per_second / best.matmul:.1%}", host, graph, f"{m.bytes_per_second / 1e9:.4g}",
+        f"{m.flops_per_second / 1e12:.4g}", f"{case.moved_bytes / 1e6:.1f}", f"{case.flops / 1e9:.2f}",
+    )  # fmt: skip
 
 
 def _lengths(case: Case) -> str:
@@ -155,23 +142,26 @@ def _lengths(case: Case) -> str:
     return str(case.lengths[0]) if len(case.lengths) == 1 else f"{len(case.lengths)} x {case.lengths[0]}"
 
 
-def _as_json(args: argparse.Namespace, backend: str, about: str, found: list[Measurement], best: Ceilings) -> dict:
+def _as_json(
+    dtype: str, backend: str, device: torch.device, about: str, found: list[Measurement], best: Ceilings
+) -> dict[str, Any]:
     return {
         "versions": {**dict(versions()), "cuda": torch.version.cuda}, "device": about, "backend": backend,
-        "dtype": args.dtype, "scaled_down": args.device == "cpu",
+        "dtype": dtype, "scaled_down": device.type == "cpu",
         "copy_bytes_per_second": best.copy, "matmul_flops_per_second": best.matmul,
         "bytes_formula": cases.BYTES_FORMULA, "flops_formula": cases.FLOPS_FORMULA,
         "recurrent_flops_formula": cases.RECURRENT_FLOPS_FORMULA,
-        "runs": measure.RUNS if args.device == "cuda" else measure.CPU_RUNS, "host_runs": measure.HOST_RUNS,
+        "runs": measure.RUNS if device.type == "cuda" else measure.CPU_RUNS, "host_runs": measure.HOST_RUNS,
         "measurements": [
             {
                 "case": m.case.id, "operator": m.operator, "H": m.case.H, "lengths": m.case.lengths,
                 "K": m.case.K, "V": m.case.V, "bytes": m.case.moved_bytes, "flops": m.case.flops,
                 "seconds": m.seconds, "host_seconds": m.host_seconds, "graph_seconds": m.graph_seconds,
                 "error": m.error,
-                "bytes_per_second": m.bytes_per_second, "share_of_copy": m.seconds and m.bytes_per_second / best.copy,
+                "bytes_per_second": m.bytes_per_second,
+                "share_of_copy": m.bytes_per_second and m.bytes_per_second / best.copy,
                 "flops_per_second": m.flops_per_second,
-                "share_of_matmul": m.seconds and m.flops_per_second / best.matmul,
+                "share_of_matmul": m.flops_per_second and m.flops_per_second / best.matmul,
             }
             for m in found
         ],

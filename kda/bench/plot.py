@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 
 from kda.bench.cases import Decode
 from kda.bench.measure import Ceilings, Measurement
@@ -18,11 +19,14 @@ GAP = 0.03  # between labels, as a part of the axis
 MARKERS = "os^Dv"
 
 
-def draw(measurements: list[Measurement], ceilings: Ceilings, path: Path, title: str) -> None:
-    """Write the picture of all measurements that have a time. Labels stand beside the points, in order of speed."""
-    points = [
-        (m.case.flops / m.case.moved_bytes, m.flops_per_second / 1e12, m) for m in measurements if m.flops_per_second
-    ]
+def draw(measurements: list[Measurement], ceilings: Ceilings, path: Path, title: str) -> bool:
+    """Write the picture of all measurements that have a time; False, and no picture, if none has.
+
+    Labels stand beside the points, in order of speed.
+    """
+    points = [(m.case.flops / m.case.moved_bytes, r / 1e12, m) for m in measurements if (r := m.flops_per_second)]
+    if not points:
+        return False
     points.sort(key=lambda point: point[1])
     figure, axes = plt.subplots(figsize=(11, 7.5), layout="constrained")
     ridge = ceilings.matmul / ceilings.copy
@@ -48,9 +52,10 @@ def draw(measurements: list[Measurement], ceilings: Ceilings, path: Path, title:
     axes.grid(which="both", lw=0.2)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+    return True
 
 
-def _name_ceilings(axes: plt.Axes, ceilings: Ceilings, left: float, right: float) -> None:
+def _name_ceilings(axes: Axes, ceilings: Ceilings, left: float, right: float) -> None:
     matmul = f"matmul {ceilings.matmul / 1e12:.3g} TFLOP/s"
     axes.annotate(matmul, (right, ceilings.matmul / 1e12), (-4, 4), textcoords="offset points", ha="right")
     at = left * 1.2
@@ -58,7 +63,7 @@ def _name_ceilings(axes: plt.Axes, ceilings: Ceilings, left: float, right: float
                   textcoords="offset points")  # fmt: skip
 
 
-def _label(axes: plt.Axes, points: list[tuple[float, float, Measurement]], at: float, low: float, high: float) -> None:
+def _label(axes: Axes, points: list[tuple[float, float, Measurement]], at: float, low: float, high: float) -> None:
     """Names in a column right of the points, each at its point's height as far as they do not touch."""
     span = math.log(high / low)
     heights: list[float] = []
@@ -70,6 +75,6 @@ def _label(axes: plt.Axes, points: list[tuple[float, float, Measurement]], at: f
         heights[i] = min(heights[i], top)
         top = heights[i] - GAP
     for (x, y, m), height in zip(points, heights, strict=True):
-        text = f"{m.case.id} {m.operator}: {m.seconds * 1e3:.3g} ms"
+        text = f"{m.case.id} {m.operator}: {(m.seconds or 0.0) * 1e3:.3g} ms"
         axes.annotate(text, (x, y), (at, low * math.exp(height * span)), fontsize=8, va="center",
                       arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "grey", "relpos": (0, 0.5)})  # fmt: skip

@@ -7,15 +7,17 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import kda
 from kda import backends, golden
+from kda.backends.call import PER_TOKEN
+from kda.checks import checked
 from kda.golden.compare import Comparison, compare, rel_rmse
 from kda.golden.constants import CHUNK_SIZE
-from kda.normalise import normalise
 
 O_LIMIT = 1e-2
 """|error| of every element of o: at most O_LIMIT + O_LIMIT · |reference|."""
@@ -29,8 +31,7 @@ COLLINEAR_BF16_LIMIT = 3e-2
 """That limit, and no other, for TileLang on a GPU in bf16: rounding kg, u or Akk's operands to it costs 1e-2 in the
 state each, since what the next keys cannot see of an error is never corrected."""
 
-Inputs = dict[str, object]
-PER_TOKEN = ("q", "k", "v", "g", "beta")
+Inputs = dict[str, Any]
 
 
 class Skip(Exception):
@@ -55,7 +56,7 @@ class Finding:
     ok: bool
     text: str
     comparison: Comparison | None = None
-    error: Tensor | None = None  # of o, [tokens, V]: the largest over heads, in units of the reference's RMS
+    error: Tensor | None = None  # of o, [tokens, V]: the largest over heads, in units of each element's limit
     borders: list[int] = field(default_factory=list)  # tokens at which a chunk begins
 
 
@@ -87,8 +88,8 @@ def case(id: str, title: str, *, slow: bool = False) -> Callable[[Callable[[Run]
 class Run:
     """A case under way on one backend, device and dtype."""
 
-    def __init__(self, backend: str, device: str, dtype: torch.dtype) -> None:
-        self.backend, self.device, self.dtype = backend, torch.device(device), dtype
+    def __init__(self, backend: str, device: torch.device, dtype: torch.dtype) -> None:
+        self.backend, self.device, self.dtype = backend, device, dtype
         self.findings: list[Finding] = []
         self.interpreted = backend == "pypto" and self.device.type == "cpu"
         self.was_cut = False
@@ -100,21 +101,21 @@ class Run:
         self.was_cut |= self.interpreted
         return small if self.interpreted else full
 
-    def stable(self, B: int, T: int, H: int, K: int = 128, **options: object) -> Inputs:
+    def stable(self, B: int, T: int, H: int, K: int = 128, **options: Any) -> Inputs:
         """`golden.inputs.stable` on this run's device and dtype."""
         return golden.inputs.stable(B, T, H, K, dtype=self.dtype, device=self.device, **options)
 
-    def raw(self, B: int, T: int, H: int, K: int = 128, **options: object) -> Inputs:
+    def raw(self, B: int, T: int, H: int, K: int = 128, **options: Any) -> Inputs:
         """`golden.inputs.raw`: norm, gate and sigmoid are left to the kernel."""
         return golden.inputs.raw(B, T, H, K, dtype=self.dtype, device=self.device, **options)
 
-    def chunk_kda(self, **inputs: object) -> tuple[Tensor, Tensor]:
+    def chunk_kda(self, **inputs: Any) -> tuple[Tensor, Tensor]:
         """The backend's output and final state."""
-        return kda.chunk_kda(**{**inputs, "output_final_state": True}, backend=self.backend)
+        return _both(kda.chunk_kda(**{**inputs, "output_final_state": True}, backend=self.backend))
 
-    def fused_recurrent_kda(self, **inputs: object) -> tuple[Tensor, Tensor]:
+    def fused_recurrent_kda(self, **inputs: Any) -> tuple[Tensor, Tensor]:
         """The backend's output and final state or states, token by token."""
-        return kda.fused_recurrent_kda(**{**inputs, "output_final_state": True}, backend=self.backend)
+        return _both(kda.fused_recurrent_kda(**{**inputs, "output_final_state": True}, backend=self.backend))
 
     def needs_memory(self, gigabytes: int) -> None:
         """Skip the case where the device has less free memory than this."""
@@ -144,7 +145,7 @@ class Run:
         With `borders`, the tensors are outputs `[..., T, HV, V]` and the plot shows them.
         """
         found = compare(actual, expected, atol=atol, rtol=atol if atol < float("inf") else 0.0, max_rel_rmse=limit)
-        error = None if borders is None else _over_heads(actual, expected)
+        error = None if borders is None else _over_heads(actual, expected, atol)
         self.findings.append(Finding(what, found.ok, str(found), found, error, borders or []))
         return found.ok
 
@@ -164,12 +165,11 @@ class Run:
         self.findings.append(Finding(what, bool(ok), text))
 
 
-def _over_heads(actual: Tensor, expected: Tensor) -> Tensor:
-    """The largest |error| over heads by the RMS of `expected`, [tokens, V]; runs of tokens, not large tensors whole."""
+def _over_heads(actual: Tensor, expected: Tensor, atol: float) -> Tensor:
+    """The largest |error| / (atol + atol · |expected|) over heads, [tokens, V]; runs of tokens, not tensors whole."""
     pairs = zip(actual.flatten(0, -3).split(4_096), expected.flatten(0, -3).split(4_096), strict=True)
-    error = torch.cat([(a.float() - e.float()).abs().amax(1).cpu() for a, e in pairs])
-    rms = (torch.linalg.vector_norm(expected) / max(1, expected.numel()) ** 0.5).item()
-    return error / max(rms, 1e-30)
+    shares = [((a.float() - e.float()).abs() / (atol + atol * e.float().abs())).amax(1).cpu() for a, e in pairs]
+    return torch.cat(shares)
 
 
 def chunk_borders(inputs: Inputs) -> list[int]:
@@ -188,13 +188,24 @@ def reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
     rows = inputs["beta"].numel()  # tokens x value heads
     if rows <= 20_000 and B * T <= 4_096:
         return recurrence(**inputs)
-    dtype = torch.float64 if rows <= 100_000 else torch.float32
-    return golden.chunk_kda_golden(**{**inputs, "output_final_state": True}, dtype=dtype)
+    return chunked(torch.float64 if rows <= 100_000 else torch.float32, **inputs)
 
 
-def recurrence(**inputs: object) -> tuple[Tensor, Tensor]:
+def chunked(dtype: torch.dtype, **inputs: Any) -> tuple[Tensor, Tensor]:
+    """The golden's chunked form in `dtype`, with its final state."""
+    return _both(golden.chunk_kda_golden(**{**inputs, "output_final_state": True}, dtype=dtype))
+
+
+def recurrence(**inputs: Any) -> tuple[Tensor, Tensor]:
     """The fp64 token recurrence with its final state."""
-    return golden.recurrent_kda_golden(**{**inputs, "output_final_state": True})
+    return _both(golden.recurrent_kda_golden(**{**inputs, "output_final_state": True}))
+
+
+def _both(result: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
+    """o and the state of a call that asks for it."""
+    o, state = result
+    assert state is not None
+    return o, state
 
 
 def tokens(inputs: Inputs, start: int, stop: int) -> Inputs:
@@ -204,7 +215,7 @@ def tokens(inputs: Inputs, start: int, stop: int) -> Inputs:
 
 def first_departing_stage(backend: str, inputs: Inputs) -> str | None:
     """The first of M1 to M4 where the backend's own tensors leave the golden's; None where all that it has agree."""
-    call = normalise("chunk_kda", **inputs)
+    call = checked("chunk_kda", **inputs)
     actual = backends.load(backend).stages(call)
     if not actual:
         return None
@@ -216,7 +227,7 @@ def first_departing_stage(backend: str, inputs: Inputs) -> str | None:
     return None
 
 
-def run_case(case: Case, backend: str, device: str, dtype: torch.dtype) -> Result:
+def run_case(case: Case, backend: str, device: torch.device, dtype: torch.dtype) -> Result:
     """Run one case; an exception is a failure with its message, a refusal by the backend is told apart."""
     run, result, start = Run(backend, device, dtype), Result(case), time.perf_counter()
     try:

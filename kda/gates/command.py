@@ -4,95 +4,66 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import kda
-from kda import backends
-from kda.console import open_console, plot_problem, progress_bar
+from kda.cli import options
+from kda.cli.console import Column, open_console, progress_bar, say, show_table
+from kda.cli.options import UsageError
 from kda.gates.case import CASES, Case, Result, run_case
 
 # isort: off
 from kda.gates import shapes, numerics, robustness, decode  # noqa: F401  (they fill the table, in this order)
 # isort: on
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _COLOURS = {"passed": "green", "failed": "bold red", "skipped": "yellow", "refused": "yellow"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m kda gate`."""
-    names = ", ".join(("auto", *backends.NAMES))
-    parser.add_argument("--backend", metavar="NAME", help=f"one of {names} (default: $KDA_BACKEND, else auto)")
+    options.add_backend(parser)
     parser.add_argument("--case", nargs="+", metavar="ID", dest="cases", help="these cases only, slow ones included")
     parser.add_argument("--slow", action="store_true", help="the slow cases as well")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of q, k and v (default: %(default)s)")
-    parser.add_argument("--device", help="cpu, cuda, npu ... (default: the accelerator that is there, else cpu)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write every finding there")
-    parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the error of o along tokens and channels")
+    options.add_dtype(parser, "of q, k and v", "bf16")
+    options.add_device(parser)
+    options.add_files(parser, "draw the error of o along tokens and channels")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the gates; 0 if none failed and at least one passed, 1 otherwise, 2 for an unknown case or option."""
+    """Run the gates; 0 if none failed and at least one passed, else 1. Raises UsageError before anything runs."""
     console = open_console()
     if args.list:
-        _list(console)
+        rows = [(case.id, case.title, "slow" if case.slow else "") for case in CASES.values()]
+        show_table(console, (Column("case"), Column("what it holds", least=20), Column("")), rows)
         return 0
-    unknown = [id for id in args.cases or () if id not in CASES]
-    if unknown:
-        console.print(f"--case: unknown {', '.join(unknown)}; known: {', '.join(CASES)}", markup=False, soft_wrap=True)
-        return 2
-    if args.plot and (missing := plot_problem(args.plot)):
-        console.print(missing, markup=False, soft_wrap=True)
-        return 2
-    device = args.device or _default_device()
-    backend = args.backend or os.environ.get("KDA_BACKEND") or "auto"
-    if backend not in ("auto", *backends.NAMES):
-        source = "--backend" if args.backend else "KDA_BACKEND"
-        known = ", ".join(("auto", *backends.NAMES))
-        console.print(f"{source}: expected one of {known}, got {backend!r}", markup=False, soft_wrap=True)
-        return 2
-    if backend == "auto":
-        backend = backends.for_device(torch.device(device).type)
-    if reasons := backends.unusable(backend):
-        console.print(f"backend {backend} cannot be used: {'; '.join(reasons)}", markup=False, soft_wrap=True)
-        return 2
+    if unknown := [id for id in args.cases or () if id not in CASES]:
+        raise UsageError(f"--case: unknown {', '.join(unknown)}; known: {', '.join(CASES)}")
+    options.check_files(args)
+    device = options.device(args)
+    backend = options.usable_backend(args, device)
     chosen = [CASES[id] for id in args.cases] if args.cases else [c for c in CASES.values() if args.slow or not c.slow]
     about = f"{backend} on {device}, {args.dtype}"
-    console.print(f"kda {kda.__version__}, torch {torch.__version__}: backend {about}", markup=False, soft_wrap=True)
-    results = _run_all(console, chosen, backend, device, DTYPES[args.dtype])
-    _show(console, results)
+    say(console, f"kda {kda.__version__}, torch {torch.__version__}: backend {about}")
+    results = _run_all(console, chosen, backend, device, options.DTYPES[args.dtype])
+    show(console, results)
     if args.json:
         args.json.write_text(json.dumps(_as_json(results, backend, device, args.dtype), indent=1) + "\n")
     if args.plot:
         from kda.gates.plot import draw
 
-        draw(results, args.plot, about)
+        if not draw(results, args.plot, about):
+            say(console, f"--plot: no case left an error of o to draw; {args.plot} was not written")
     outcomes = [result.outcome for result in results]
     return 0 if "passed" in outcomes and "failed" not in outcomes else 1
 
 
-def _default_device() -> str:
-    """The accelerator, unless kernels are to be executed on the CPU; of NPUs, the one that PyPTO's variable names."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or os.environ.get("KDA_EMULATE") == "1":
-        return "cpu"
-    return f"npu:{os.environ.get('TILE_FWK_DEVICE_ID', 0)}" if accelerator.type == "npu" else accelerator.type
-
-
-def _list(console: Console) -> None:
-    table = Table("case", "what it holds", "", box=None)
-    for case in CASES.values():
-        table.add_row(case.id, case.title, "slow" if case.slow else "")
-    console.print(table)
-
-
-def _run_all(console: Console, cases: list[Case], backend: str, device: str, dtype: torch.dtype) -> list[Result]:
+def _run_all(
+    console: Console, cases: list[Case], backend: str, device: torch.device, dtype: torch.dtype
+) -> list[Result]:
     results = []
     with progress_bar(console) as progress:
         task = progress.add_task("", total=len(cases))
@@ -103,21 +74,23 @@ def _run_all(console: Console, cases: list[Case], backend: str, device: str, dty
     return results
 
 
-def _show(console: Console, results: list[Result]) -> None:
-    table = Table("case", "what it holds", "rel RMSE o", "state", "seconds", "outcome", box=None)
-    for result in results:
-        colour = _COLOURS[result.outcome]
-        table.add_row(
-            result.case.id, result.case.title, _worst(result, "o"), _worst(result, "state"),
-            f"{result.seconds:.1f}", f"[{colour}]{result.outcome}[/]",
-        )  # fmt: skip
-    console.print(table)
+def show(console: Console, results: list[Result]) -> None:
+    """Print the table, then every reason and every finding that is not as it should be."""
+    columns = (Column("case"), Column("what it holds", least=20), Column("rel RMSE o", number=True),
+               Column("state", number=True), Column("seconds", number=True, needed=False),
+               Column("outcome"))  # fmt: skip
+    rows = [
+        (r.case.id, r.case.title, _worst(r, "o"), _worst(r, "state"), f"{r.seconds:.1f}",
+         f"[{_COLOURS[r.outcome]}]{r.outcome}[/]")
+        for r in results
+    ]  # fmt: skip
+    show_table(console, columns, rows)
     for result in results:
         if result.reason:
-            console.print(f"\n{result.case.id} {result.outcome}: {result.reason}", markup=False, soft_wrap=True)
+            say(console, f"\n{result.case.id} {result.outcome}: {result.reason}")
         for finding in result.findings:
             if not finding.ok:
-                console.print(f"\n{result.case.id}, {finding.what}: {finding.text}", markup=False, soft_wrap=True)
+                say(console, f"\n{result.case.id}, {finding.what}: {finding.text}")
     counts = {outcome: sum(r.outcome == outcome for r in results) for outcome in _COLOURS}
     total = sum(result.seconds for result in results)
     console.print("\n" + ", ".join(f"{n} {outcome}" for outcome, n in counts.items() if n) + f" in {total:.0f} s")
@@ -129,9 +102,9 @@ def _worst(result: Result, what: str) -> str:
     return f"{max(errors, key=lambda e: (e != e, e)):.1e}" if errors else ""
 
 
-def _as_json(results: list[Result], backend: str, device: str, dtype: str) -> dict:
+def _as_json(results: list[Result], backend: str, device: torch.device, dtype: str) -> dict[str, Any]:
     return {
-        "kda": kda.__version__, "torch": torch.__version__, "backend": backend, "device": device, "dtype": dtype,
+        "kda": kda.__version__, "torch": torch.__version__, "backend": backend, "device": str(device), "dtype": dtype,
         "cases": [
             {
                 "id": r.case.id, "title": r.case.title, "outcome": r.outcome, "reason": r.reason, "seconds": r.seconds,

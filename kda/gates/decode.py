@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kda.gates.case import O_LIMIT, PER_TOKEN, STATE_LIMIT, Run, case, recurrence, tokens
+from kda.backends.call import PER_TOKEN
+from kda.gates.case import O_LIMIT, STATE_LIMIT, Run, case, recurrence, tokens
 
 
 @case("RECURRENT", "the token recurrence: flags, layouts, packed lengths")

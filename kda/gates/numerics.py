@@ -9,7 +9,7 @@ import torch
 from kda import golden
 from kda.gates.case import COLLINEAR_BF16_LIMIT, COLLINEAR_LIMIT, Run, case, recurrence
 
-DECAYS = {
+DECAYS: dict[str, tuple[str, float | str]] = {
     "G-1.5": ("log decay -1.5 throughout", -1.5),
     "G-2": ("log decay -2 throughout", -2.0),
     "G-5": ("log decay -5 throughout", -5.0),

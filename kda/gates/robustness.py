@@ -7,7 +7,8 @@ import random
 import torch
 from torch import Tensor
 
-from kda.gates.case import PER_TOKEN, Inputs, Run, Skip, case, tokens
+from kda.backends.call import PER_TOKEN
+from kda.gates.case import Inputs, Run, Skip, case, tokens
 
 
 @case("DETERMINISM", "the same inputs give the same bits")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from kda import golden
-from kda.gates.case import O_LIMIT, PER_TOKEN, STATE_LIMIT, Run, case, recurrence, tokens
+from kda.backends.call import PER_TOKEN
+from kda.gates.case import O_LIMIT, STATE_LIMIT, Run, case, chunked, recurrence, tokens
 
 TAILS = (1, 15, 17, 63, 64, 65, 127, 129, 500, 1000)
 
@@ -142,12 +143,12 @@ def prefill(run: Run) -> None:
     part = run.cut(8_192, 512)
     inputs = run.stable(1, 4 * part, 1)
     o, state = run.chunk_kda(**inputs)
-    parts, carried = [], None
+    parts: list[tuple[Tensor, Tensor]] = []
     for start in range(0, 4 * part, part):
-        part_o, carried = run.chunk_kda(**tokens(inputs, start, start + part), initial_state=carried)
-        parts.append(part_o)
-    run.close("o", torch.cat(parts, 1), o, O_LIMIT, borders=[])
-    run.close("state", carried, state, STATE_LIMIT)
+        carried = parts[-1][1] if parts else None
+        parts.append(run.chunk_kda(**tokens(inputs, start, start + part), initial_state=carried))
+    run.close("o", torch.cat([part_o for part_o, _ in parts], 1), o, O_LIMIT, borders=[])
+    run.close("state", parts[-1][1], state, STATE_LIMIT)
     run.accuracy(inputs, "one call")
 
 
@@ -159,7 +160,7 @@ def pairs(run: Run) -> None:
     packed = {name: batch[name].reshape(1, N, *batch[name].shape[2:]) for name in PER_TOKEN}
     cu_seqlens = torch.arange(N + 1, dtype=torch.int32, device=run.device)
     o, state = run.chunk_kda(**packed, initial_state=batch["initial_state"], cu_seqlens=cu_seqlens)
-    expected_o, expected_state = golden.chunk_kda_golden(**batch, chunk_size=1, dtype=torch.float32)
+    expected_o, expected_state = chunked(torch.float32, **batch, chunk_size=1)
     run.close("packed o", o[0], expected_o[:, 0], O_LIMIT)
     run.close("packed state", state, expected_state, STATE_LIMIT)
     o, state = run.chunk_kda(**batch)
@@ -175,7 +176,7 @@ def index32(run: Run) -> None:
     assert large["q"].numel() >= 2**31
     o, state = run.chunk_kda(**large)
     alone = {name: x[:, :, -1:].contiguous() for name, x in large.items()}
-    expected_o, expected_state = golden.chunk_kda_golden(**alone, output_final_state=True)
+    expected_o, expected_state = chunked(torch.float64, **alone)
     run.close("last head's o", o[:, :, -1:], expected_o, O_LIMIT, borders=[])
     run.close("last head's state", state[:, -1:], expected_state, STATE_LIMIT)
     run.same_bits("head 7 has the bits of head 63", o[:, :, 7], o[:, :, 63])

@@ -12,9 +12,9 @@ from torch.nn.functional import logsigmoid, normalize
 
 from kda.golden import chunk_kda_golden, recurrent_kda_golden, rel_rmse
 from kda.golden.constants import CHUNK_SIZE as BC
-from kda.golden.ladder import level1, level2, level3, level4
 
 from .controls import chunked_without_shift, seq_in_loop_update_first
+from .levels import level1, level2, level3, level4
 
 LIMIT = 1e-14
 """Of the relative L2 difference of two references, both fp64: some fifty roundings."""
@@ -97,9 +97,9 @@ def arguments(level: int, x: Inputs) -> tuple[Tensor, ...]:
 
 
 def _forms(x: Inputs) -> list[Check]:
-    qkv = arguments(1, x)
-    a, b = level1.recurrent(*qkv), level1.chunked(*qkv, BC)
-    c, d = level1.per_block(*qkv, BC), {width: level1.seq_in_loop(*qkv, BC, width) for width in BLOCKS_V}
+    q, k, v = arguments(1, x)
+    a, b = level1.recurrent(q, k, v), level1.chunked(q, k, v, BC)
+    c, d = level1.per_block(q, k, v, BC), {width: level1.seq_in_loop(q, k, v, BC, width) for width in BLOCKS_V}
     found = [Check(1, "B, chunked, against A, token by token", rel_rmse(b, a))]
     found += [Check(1, "C, per block, against A", rel_rmse(c, a)), Check(1, "C against B", rel_rmse(c, b))]
     found += [Check(1, f"D, sequence in the loop, {width} columns, against A", rel_rmse(d[width], a)) for width in d]
@@ -144,12 +144,12 @@ def _descents() -> list[Check]:
 
 def _controls(x: Inputs) -> list[Check]:
     """The faults, where they have to lie: D's at the shape of the forms, B's at a tiny one, once and on average."""
-    qkv = arguments(1, x)
-    update_first = rel_rmse(seq_in_loop_update_first(*qkv, BC, 32), level1.recurrent(*qkv))
+    q, k, v = arguments(1, x)
+    update_first = rel_rmse(seq_in_loop_update_first(q, k, v, BC, 32), level1.recurrent(q, k, v))
     draws = []
     for seed in range(SEEDS):
-        tiny = arguments(1, inputs(B=2, N=12, H=2, K=4, V=4, seed=seed))
-        draws.append(rel_rmse(chunked_without_shift(*tiny, 4), level1.recurrent(*tiny)))
+        q, k, v = arguments(1, inputs(B=2, N=12, H=2, K=4, V=4, seed=seed))
+        draws.append(rel_rmse(chunked_without_shift(q, k, v, 4), level1.recurrent(q, k, v)))
     return [
         Check(1, "control: D, update before write-back", update_first, 0.68, 0.72),
         Check(1, "control: B, no right shift, tiny", draws[0], 0.5, 1.1),

@@ -11,7 +11,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kda.golden.ladder.chunks import join, split
+from .levels.chunks import join, split
 
 
 def chunked_without_shift(q: Tensor, k: Tensor, v: Tensor, BC: int) -> Tensor:

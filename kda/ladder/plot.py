@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor
 
 from .ledger import Ledger
@@ -32,7 +33,7 @@ def draw(ledgers: Sequence[Ledger], times: Times | None, rounding: Rounding, pat
     plt.close(figure)
 
 
-def _work(axes: plt.Axes, ledgers: Sequence[Ledger]) -> None:
+def _work(axes: Axes, ledgers: Sequence[Ledger]) -> None:
     N = [ledger.N for ledger in ledgers]
     axes.loglog(N, [x.attention_flops / 1e9 for x in ledgers], "^-", label="causal attention, 2 N² D")
     axes.loglog(N, [x.recomputed_flops / 1e9 for x in ledgers], "o-", label="prefix recomputed for every chunk, ∝ N²")
@@ -41,7 +42,7 @@ def _work(axes: plt.Axes, ledgers: Sequence[Ledger]) -> None:
     _finish(axes)
 
 
-def _times(axes: plt.Axes, times: Times) -> None:
+def _times(axes: Axes, times: Times) -> None:
     for (name, seconds), marker in zip(times.seconds.items(), "os^", strict=True):
         label = f"{name}: N^{times.exponent(name):.2f} from {FIT_FROM} on"
         axes.loglog(times.lengths, [s * 1e3 for s in seconds], f"{marker}-", label=label)
@@ -49,7 +50,7 @@ def _times(axes: plt.Axes, times: Times) -> None:
     _finish(axes)
 
 
-def _errors(axes: plt.Axes, rounding: Rounding) -> None:
+def _errors(axes: Axes, rounding: Rounding) -> None:
     chunk = _smooth(torch.arange(len(rounding.output), dtype=torch.float64))
     axes.loglog(chunk, _smooth(rounding.output), color="black", lw=1, label="output")
     if rounding.kernel_error is not None:
@@ -66,6 +67,6 @@ def _smooth(x: Tensor) -> Tensor:
     return x[1 : 1 + whole].unflatten(0, (-1, SMOOTH)).mean(1)
 
 
-def _finish(axes: plt.Axes) -> None:
+def _finish(axes: Axes) -> None:
     axes.grid(which="both", lw=0.2)
     axes.legend(fontsize=8)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from kda.golden.constants import CHUNK_SIZE
-from kda.golden.ladder import level1
-from kda.golden.ladder.chunks import split
 
 from .consistency import arguments, inputs
+from .levels import level1
+from .levels.chunks import split
 
 N, HEADS, D = 16384, 4, 64
 DTYPE = torch.float16

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from kda.bench.measure import graph_seconds, median_seconds
 from kda.golden import rel_rmse
 from kda.golden.constants import CHUNK_SIZE
 
+from . import kernels
 from .consistency import FORMS, arguments, inputs
 from .rounding import fitted_exponent
 
@@ -38,11 +37,6 @@ ERROR_SHAPE = {"B": 1, "N": 1000, "H": 4}  # no multiple of the chunk
 TIME_SHAPE = {"B": 1, "N": 8192, "H": 32}
 
 
-def kernels() -> Any:
-    """The backend's kernels for the ladder: no operator, so they are not in the registry."""
-    return importlib.import_module(f"{backends.__name__}.tilelang.ladder")
-
-
 def missing(D: int) -> list[str]:
     """Why nothing can be measured here for heads of D channels; empty if it can."""
     if not torch.cuda.is_available():
@@ -51,8 +45,8 @@ def missing(D: int) -> list[str]:
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
         reasons.append(f"the kernels are for Hopper GPUs (compute capability 9.0), this one has {capability}")
-    if D not in kernels().HEAD_DIMS:
-        reasons.append(f"the kernels take --D {' or '.join(map(str, kernels().HEAD_DIMS))}, got {D}")
+    if D not in kernels.HEAD_DIMS:
+        reasons.append(f"the kernels take --D {' or '.join(map(str, kernels.HEAD_DIMS))}, got {D}")
     return reasons
 
 
@@ -105,7 +99,7 @@ class LevelResult:
 
 def times(D: int, heads: int, device: torch.device, progress: Callable[[str], None]) -> Times:
     """Time level 1's kernels and causal attention over `LENGTHS`."""
-    run, names = kernels().run, kernels().KERNELS[1]
+    run, names = kernels.run, kernels.KERNELS[1]
     seconds: dict[str, list[float]] = {name: [] for name in (*names, ATTENTION)}
     for N in LENGTHS:
         progress(f"N {N}")
@@ -142,8 +136,10 @@ def device_seconds(call: Callable[[], object], device: torch.device) -> float:
 
 def _operators(level: int) -> dict[str, Callable[..., Tensor]]:
     if level == 5:
-        return {"kda.chunk_kda": lambda *x: kda.chunk_kda(*x, scale=1.0, backend="tilelang")[0]}
-    return {name: functools.partial(kernels().run, name) for name in kernels().KERNELS[level]}
+        return {
+            "kda.chunk_kda": lambda q, k, v, g, beta: kda.chunk_kda(q, k, v, g, beta, scale=1.0, backend="tilelang")[0]
+        }
+    return {name: functools.partial(kernels.run, name) for name in kernels.KERNELS[level]}
 
 
 def _on_device(x: tuple[Tensor, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

@@ -12,11 +12,11 @@ import torch
 from decode_calls import CALLS, check
 
 import kda
-from kda.backends.tilelang import build, launch
+from kda.backends.tilelang import build, chunk
+from kda.checks import checked
 from kda.gates.case import run_case
 from kda.gates.command import CASES as GATES
 from kda.golden import inputs, recurrent_kda_golden, rel_rmse
-from kda.normalise import normalise
 
 FAST = [id for id, case in GATES.items() if not case.slow]
 
@@ -24,7 +24,7 @@ FAST = [id for id, case in GATES.items() if not case.slow]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("id", FAST)
 def test_gate(id: str, dtype: torch.dtype) -> None:
-    result = run_case(GATES[id], "tilelang", "cuda", dtype)
+    result = run_case(GATES[id], "tilelang", torch.device("cuda", 0), dtype)
     assert result.outcome == "passed", (result.reason, [f.text for f in result.findings if not f.ok])
 
 
@@ -80,22 +80,30 @@ def test_the_twins_of_prepare_agree(gate: str, dtype: torch.dtype, monkeypatch: 
     """The thread-level kernel, which no CPU can execute, against the tile-level one, which the CPU tests hold."""
     call = inputs.stable(1, 1000, 2, HV=4, gate=gate, lengths=[100, 0, 867], dtype=dtype, device="cuda")
     tables = []
-    for twin in ("prepare.prepare", "prepare_hopper.prepare"):
-        monkeypatch.setitem(launch.PREPARE, build.HOPPER, twin)
-        tables.append(launch.stages(replace(normalise("chunk_kda", **call), memo={})))
+    for twin in (chunk.PREPARE[build.CPU], chunk.PREPARE[build.HOPPER]):
+        monkeypatch.setitem(chunk.PREPARE, build.HOPPER, twin)
+        tables.append(chunk.stages(replace(checked("chunk_kda", **call), memo={})))
     for name, tile_level in tables[0].items():
         assert rel_rmse(tables[1][name], tile_level) <= 5e-3, name
 
 
 @pytest.mark.parametrize("V", [64, 128])
-def test_chunk_o_makes_the_recurrences_output_of_the_snapshots(V: int) -> None:
+def test_chunk_o_makes_the_recurrences_output_of_the_snapshots(V: int, monkeypatch: pytest.MonkeyPatch) -> None:
     call = inputs.stable(2, 500, 2, V=V, initial_state=True, device="cuda")
     o, _ = kda.chunk_kda(**call, backend="tilelang")
-    normal = normalise("chunk_kda", **call)
-    stages, p = launch.stages(normal), launch._prepare(normal)
-    chunk_o = build.build(build.HOPPER, "chunk_o.chunk_o", HV=2, K=128, V=V, dtype="bfloat16", block_V=V)
+    tables: list[torch.Tensor] = []
+
+    def noting(target: str, builder: str, **parameters: Any) -> Callable[..., None]:
+        kernel = build.build(target, builder, **parameters)
+        return lambda *arguments: (tables.append(arguments[0]), kernel(*arguments))
+
+    monkeypatch.setattr(chunk, "build", noting)
+    stages = chunk.stages(replace(checked("chunk_kda", **call), memo={}))
+    table = tables[-1]  # what chunk_delta_h, the last kernel, read
+    builder = "kda.backends.tilelang.kernels.chunk_o.chunk_o"
+    chunk_o = build.build(build.HOPPER, builder, HV=2, K=128, V=V, dtype="bfloat16", block_V=V)
     pair_o = torch.full_like(o, float("nan"))
-    chunk_o(p.table, stages["h"].mT.contiguous(), stages["v_new"], 500, pair_o)
+    chunk_o(table, stages["h"].mT.contiguous(), stages["v_new"], 500, pair_o)
     assert rel_rmse(pair_o, o) <= 5e-3
 
 

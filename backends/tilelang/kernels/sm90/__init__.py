@@ -1,0 +1,1 @@
+"""What Hopper GPUs alone run: thread-level twins of the tile-level kernels."""

@@ -1,0 +1,87 @@
+"""A call of fused_recurrent_kda on its way to its one kernel: what it is built for, its outputs, its states' strides.
+
+No tensor value is read here, so that a call can be captured in a CUDA graph; everything runs on the current stream.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kda.backends.call import KdaCall
+
+from .build import Kernel, build, processors, target_for
+from .host import activation, aligned, dtypes, gate
+
+
+class Launch(NamedTuple):
+    """What a call's shapes, dtypes and options decide: computed once for all calls that share them."""
+
+    kernel: Kernel
+    final_shape: tuple[int, ...] | None  # of the new tensor of states, if there is to be one
+    dtype: torch.dtype  # of q, k, v
+    g_dtype: torch.dtype
+    beta_dtype: torch.dtype
+
+
+def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
+    """Run the call: o `[B, T, HV, V]`, and the states as the ABI has them, in place or new."""
+    state = call.initial_state
+    if state is not None and state.is_neg():  # not one to write to: the front end sees to that
+        state = state.resolve_neg()
+    quads = None if state is None else _quads(state)
+    launch = _launch(call, gaps=state is not None and quads is None)
+    with torch.cuda.device_of(call.q):
+        q, k, v = aligned(call.q, launch.dtype), aligned(call.k, launch.dtype), aligned(call.v, launch.dtype)
+        g, beta = aligned(call.g, launch.g_dtype), aligned(call.beta, launch.beta_dtype)
+        o = torch.empty_like(v)
+        final = None if launch.final_shape is None else q.new_empty(launch.final_shape, dtype=torch.float32)
+        lengths = call.T if call.cu_seqlens is None else call.cu_seqlens.contiguous()
+        states = () if state is None else (state, *state.stride()) if quads is None else (state, quads)
+        slots = [x.contiguous() for x in (call.ssm_state_indices, call.num_accepted_tokens) if x is not None]
+        outputs = (o,) if final is None else (o, final)
+        launch.kernel(q, k, v, g, beta, *gate(call), call.scale, lengths, *states, *slots, *outputs)
+    if call.inplace_final_state:
+        final = state if call.output_final_state else None
+    return o if o.dtype == call.v.dtype else o.to(call.v.dtype), final
+
+
+def _quads(state: Tensor) -> int | None:
+    """How far slots lie apart, in units of four elements; None where their rows have gaps or can't be read by fours."""
+    size = state.shape[2] * state.shape[3]
+    dense = state.is_contiguous() or state.stride()[1:] == (size, state.shape[3], 1)
+    quads, rest = divmod(state.stride(0), 4)
+    return None if not dense or rest or state.data_ptr() % 16 else quads
+
+
+def _launch(call: KdaCall, gaps: bool) -> Launch:
+    key = (__name__, gaps)  # strides and addresses are no part of what calls that share a memo have in common
+    if (launch := call.memo.get(key)) is None:
+        launch = call.memo[key] = _make_launch(call, gaps)
+    return launch
+
+
+def _make_launch(call: KdaCall, gaps: bool) -> Launch:
+    types, indices, accepted = dtypes(call), call.ssm_state_indices, call.num_accepted_tokens
+    new_states = call.output_final_state and not call.inplace_final_state
+    kernel = build(
+        target_for(call.q.device), f"{__package__}.kernels.recurrent.fused_recurrent",
+        H=call.H, HV=call.HV, K=call.K, V=call.V,
+        cu_dtype=None if call.cu_seqlens is None else call.cu_seqlens.dtype, state_v_first=call.state_v_first,
+        has_initial_state=call.initial_state is not None, has_final_state=new_states, inplace=call.inplace_final_state,
+        gaps=gaps, slot_dtype=None if indices is None else indices.dtype, slots_per_token=call.state_per_token,
+        accepted_dtype=None if accepted is None else accepted.dtype,
+        block_V=_block_V(call.N * call.HV, call.V, processors(call.q.device)), **types, **activation(call),
+    )  # fmt: skip
+    states = call.B * call.T if call.state_per_token else call.N
+    return Launch(kernel, (states, *call.state_shape) if new_states else None, **types)
+
+
+def _block_V(states: int, V: int, processors: int) -> int:
+    """The widest tile of V with at least four blocks a processor: narrower ones load q, k and g more often."""
+    width = 64
+    while width > 16 and states * (V // width) < 4 * processors:
+        width //= 2
+    return width

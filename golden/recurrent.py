@@ -1,0 +1,119 @@
+"""The token recurrence in fp64: the definition of the operator, which judges everything else.
+
+S <- diag(exp g) S        S <- S + beta k (v - kᵀ S)ᵀ        o = qᵀ S          S: [K, V]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import Call
+from .threads import for_each
+
+HEAD_GROUP = 4
+"""Value heads that one thread takes through the tokens together."""
+
+
+@dataclass(eq=False)
+class RecurrentCall(Call):
+    """The arguments of `kda.fused_recurrent_kda`: those of `chunk_kda` and the state pool's."""
+
+    inplace_final_state: bool = False
+    ssm_state_indices: Tensor | None = None  # [N], or [N, S] with one slot per drafted token
+    num_accepted_tokens: Tensor | None = None  # [N], values 1..S
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        slots = self.ssm_state_indices
+        if self.initial_state is None and (slots is not None or self.inplace_final_state):
+            raise ValueError("initial_state: expected with ssm_state_indices or inplace_final_state, got None")
+        if self.num_accepted_tokens is not None and (slots is None or slots.dim() != 2):
+            raise ValueError("num_accepted_tokens: needs ssm_state_indices of shape [N, S]")
+        if slots is not None and slots.dim() == 2 and (self.lengths > slots.shape[1]).any():
+            raise ValueError(f"ssm_state_indices: {slots.shape[1]} slots for a sequence of {self.lengths.max()} tokens")
+
+    def start_slots(self) -> Tensor | None:
+        """Pool slot that each sequence starts from `[N]`; 0 and below are null."""
+        slots = self.ssm_state_indices
+        if slots is None or slots.dim() == 1:
+            return slots
+        if self.num_accepted_tokens is None:
+            return slots[:, 0]
+        return slots.gather(1, self.num_accepted_tokens.long()[:, None] - 1)[:, 0]
+
+    def token_slots(self) -> Tensor | None:
+        """Pool slot that the state after each token goes to `[N, S]`, where every drafted token has its own."""
+        slots = self.ssm_state_indices
+        return None if slots is None or slots.dim() == 1 else slots.long()
+
+
+def recurrent_kda_golden(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Run `kda.fused_recurrent_kda`'s arguments (see `Call`, `RecurrentCall`) token by token in fp64.
+
+    Returns o (v's layout) and the final state (the caller's layout), both fp64; the state is None unless asked for.
+    No argument is written: under `inplace_final_state` an updated fp64 copy of the pool comes back.
+    """
+    call = RecurrentCall(*args, **kwargs)
+    act = call.activation
+    q, k = (x.double().repeat_interleave(call.HV // call.H, 1) for x in (call.q, call.k))
+    q, k, v = act.queries(q), act.keys(k), call.v.double()
+    decay, beta = act.log_decay(call.g).exp(), act.step_size(call.beta.double())
+    o = torch.zeros_like(v)
+
+    S = v.new_zeros(call.N, call.HV, call.K, call.V)
+    pool = S if call.initial_state is None else call.to_kv(call.initial_state).double().clone()
+    slots, token_slots, lengths = call.start_slots(), call.token_slots(), call.lengths
+    if slots is not None:
+        live = slots > 0
+        S[live] = pool[slots[live].long()]
+        lengths = lengths * live
+    else:
+        S.copy_(pool)
+    token_states = None
+    if token_slots is not None and not call.inplace_final_state:
+        token_states = S.new_zeros(len(v), *S.shape[1:])
+
+    # Longest first, so that the sequences still running at step t are always the first ones.
+    lengths, order = lengths.sort(descending=True, stable=True)
+    starts, S = call.starts[order], S[order]
+    steps = torch.arange(int(lengths.max()) if call.N else 0, device=v.device)
+    running = (call.N - torch.searchsorted(lengths.flip(0), steps, right=True)).tolist()
+
+    def run(h: slice) -> None:
+        states = S[:, h].contiguous()
+        for t, n in enumerate(running):
+            at, state = starts[:n] + t, states[:n]
+            state *= decay[at, h].unsqueeze(-1)
+            delta = beta[at, h].unsqueeze(-1) * (v[at, h] - _read(state, k[at, h]))
+            state += k[at, h].unsqueeze(-1) * delta.unsqueeze(-2)
+            o[at, h] = _read(state, q[at, h])
+            if token_states is not None:
+                token_states[at, h] = state
+            elif token_slots is not None:
+                slot = token_slots[order[:n], t]
+                pool[slot[slot > 0], h] = state[slot > 0]
+        S[:, h] = states
+
+    for_each(run, (slice(h, h + HEAD_GROUP) for h in range(0, call.HV, HEAD_GROUP)), v.device)
+
+    final = torch.empty_like(S)
+    final[order] = S
+    if token_states is not None:
+        final = token_states
+    elif token_slots is not None:
+        final = pool
+    elif slots is not None and call.inplace_final_state:
+        ran = order[lengths > 0]
+        pool[slots[ran].long()] = final[ran]
+        final = pool
+    wanted = call.output_final_state or call.inplace_final_state
+    return o.reshape(call.o_shape), call.to_kv(final).contiguous() if wanted else None
+
+
+def _read(S: Tensor, x: Tensor) -> Tensor:
+    """xᵀ S per head: `[n, heads, K, V]`, `[n, heads, K]` -> `[n, heads, V]`."""
+    return (x.unsqueeze(-2) @ S).squeeze(-2)

@@ -1,0 +1,32 @@
+"""The constant matrices of the PyPTO kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from kda.backends.pypto.kernels import constants
+from kda.golden.constants import SUB_BLOCK
+
+
+def test_levels_part_the_strict_lower_triangle():
+    C = constants.CHUNK
+    blocks = constants.masks(torch.device("cpu")).view(-1, C, C)
+    levels = blocks[: len(constants.HALVES)].sum(0)
+    assert torch.equal(levels, torch.ones(C, C).tril(-1))
+    assert torch.equal(blocks[constants.IDENTITY], torch.eye(C))
+    ones = torch.ones(SUB_BLOCK, SUB_BLOCK)
+    assert torch.equal(blocks[constants.LEAF], torch.block_diag(*[ones] * (C // SUB_BLOCK)))
+
+
+def test_decay_sums_meet_at_the_borders():
+    """For every pair of rows, the two sums of its level are together what lies between the rows."""
+    C, cpu = constants.CHUNK, torch.device("cpu")
+    g = torch.rand(C, dtype=torch.float64)
+    G = g.cumsum(0)
+    sums = (constants.decay_sums(cpu).double() @ g).view(-1, C)
+    masks = constants.masks(cpu).view(-1, C, C)
+    for level in range(len(constants.HALVES)):
+        i, j = masks[level].nonzero().unbind(1)
+        torch.testing.assert_close(sums[level, i] + sums[level, j], G[i] - G[j])
+    torch.testing.assert_close(sums[constants.FROM_START], G)
+    torch.testing.assert_close(sums[constants.TO_END], G[-1] - G)

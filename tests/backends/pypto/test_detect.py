@@ -1,0 +1,73 @@
+"""What the PyPTO backend finds on a machine, and that nothing it finds or misses is more than a reason."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import kda
+from kda import backends
+from kda.backends.pypto import detect
+from kda.golden import inputs
+
+NPU = "no /dev/davinci*"
+
+pytestmark = pytest.mark.usefixtures("undetected")
+
+
+def test_without_a_device_node_torch_npu_is_not_even_looked_for(monkeypatch):
+    monkeypatch.setattr(detect.glob, "glob", lambda pattern: [])
+    monkeypatch.setattr(detect.importlib.util, "find_spec", lambda name: pytest.fail(name))
+    assert NPU in detect.missing_npu()
+
+
+def test_a_device_without_torch_npu(monkeypatch):
+    monkeypatch.setattr(detect.glob, "glob", lambda pattern: ["/dev/davinci0"])
+    monkeypatch.setattr(detect.importlib.util, "find_spec", lambda name: None)
+    assert detect.missing_npu() == "torch_npu is not installed (the extra `npu`)"
+
+
+@pytest.mark.parametrize("error", [ImportError("libhccl.so"), OSError("libascendcl.so"), SystemExit(1)])
+def test_a_broken_torch_npu_is_a_reason_and_no_exception(monkeypatch, error):
+    def failing(name: str, *args: object) -> object:
+        if name == "torch_npu":
+            raise error
+        return real(name, *args)
+
+    real = builtins.__import__
+    monkeypatch.setattr(detect.glob, "glob", lambda pattern: ["/dev/davinci0"])
+    monkeypatch.setattr(detect.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(builtins, "__import__", failing)
+    assert detect.missing_npu() == f"torch_npu does not work: {type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_torch_npu_has_the_last_word(monkeypatch, available):
+    monkeypatch.setattr(detect.glob, "glob", lambda pattern: ["/dev/davinci0"])
+    monkeypatch.setattr(detect.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace())
+    monkeypatch.setattr(torch, "npu", SimpleNamespace(is_available=lambda: available), raising=False)
+    assert backends.unusable("pypto") == ([] if available else [detect.missing_npu()])
+    assert available or "torch.npu.is_available() is False" in detect.missing_npu()
+
+
+def test_without_pypto_it_says_so(monkeypatch):
+    def absent(name: str) -> str:
+        raise detect.PackageNotFoundError(name)
+
+    monkeypatch.setattr(detect, "version", absent)
+    for emulate in ("0", "1"):
+        monkeypatch.setenv("KDA_EMULATE", emulate)
+        assert "pypto is not installed" in backends.unusable("pypto")[0]
+
+
+@pytest.mark.skipif(bool(detect.glob.glob("/dev/davinci[0-9]*")), reason="needs a machine without an NPU")
+def test_without_an_npu_it_says_so_and_how_to_run_it_all_the_same():
+    call = inputs.stable(1, 10, 1)
+    assert any(NPU in reason and "KDA_EMULATE=1" in reason for reason in backends.status()["pypto"])
+    with pytest.raises(NotImplementedError, match="there is no NPU"):
+        kda.chunk_kda(**call, backend="pypto")

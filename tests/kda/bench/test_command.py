@@ -1,0 +1,102 @@
+"""`python -m kda bench`: its exit codes, messages, report and table, on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_backends import FakeBackend
+from rich.console import Console
+from torch import Tensor
+
+import kda
+from kda.bench import command
+from kda.bench.cases import CASES
+from kda.bench.measure import Ceilings, Measurement
+from kda.cli import main
+
+Bench = Callable[..., tuple[int, dict[str, Any]]]
+
+pytestmark = pytest.mark.usefixtures("one_thread", "plain_environment")
+
+
+def test_a_run_on_the_cpu(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "bench.png"
+    code, report = bench("H32", "H64-mixed", "--plot", str(picture), "--dtype", "fp16")
+    out = capsys.readouterr().out
+    assert code == 0 and "Scaled down for the CPU" in out and "T·H·(3K + 2V + 1)·b" in out
+    assert report["scaled_down"] and report["backend"] == "torch" and report["dtype"] == "fp16"
+    one, mixed = report["measurements"]
+    assert (one["case"], one["H"], one["lengths"]) == ("H32", 2, [256]) and mixed["H"] == 4
+    assert one["seconds"] > 0 and one["host_seconds"] is None and not one["error"]
+    assert one["bytes_per_second"] == pytest.approx(one["bytes"] / one["seconds"])
+    assert one["flops_per_second"] == pytest.approx(one["flops"] / one["seconds"])
+    assert one["share_of_copy"] == pytest.approx(one["bytes_per_second"] / report["copy_bytes_per_second"])
+    assert one["share_of_matmul"] == pytest.approx(one["flops_per_second"] / report["matmul_flops_per_second"])
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_without_cuda_the_cases_are_scaled_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = tmp_path / "bench.json"
+    assert main(["bench", "--case", "T64", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["scaled_down"] and report["measurements"][0]["lengths"] == [2]
+    assert "Scaled down for the CPU" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_no_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--device", "cuda"]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("kda bench: error: --device: cuda cannot be used: ") and not out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["H1"], "--case: unknown H1; known: H96"),
+        (["T64", "--plot", "x.pdf"], "ends in .png"),
+        (["T64", "--backend", "cuda"], "expected one of"),
+        (["T64", "--backend", "fake"], "backend fake cannot be used: no card"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], message: str, register, capsys: pytest.CaptureFixture[str]) -> None:
+    register("fake", FakeBackend()).missing.append("no card")
+    assert main(["bench", "--device", "cpu", "--case", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("kda bench: error: ") and message in err and not out
+
+
+def test_a_backend_that_fails(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = kda.chunk_kda
+
+    def refusing(q: Tensor, **others: object) -> object:
+        if q.shape[1] == 2:
+            raise NotImplementedError("two tokens")
+        return real(q, **others)
+
+    monkeypatch.setattr(kda, "chunk_kda", refusing)
+    code, report = bench("T64", "T128", "--plot", str(tmp_path / "bench.png"))
+    assert code == 1 and "T64, kda: NotImplementedError: two tokens" in capsys.readouterr().out
+    assert [m["seconds"] is None for m in report["measurements"]] == [True, False]
+
+
+def test_the_table_shows_each_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = Measurement(CASES["H96"], "kda", 1e-3, 4e-5, 7e-6)
+    command.show(Console(width=120), [measured], Ceilings(4.083326976e12, 700e12))
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "H96" in line]
+    flops = CASES["H96"].flops
+    assert row[:6] == ["H96", "kda", "96", "8192", "1.000", "25.0%"]
+    assert row[6:9] == [f"{flops / 7e11:.1%}", "0.040", "0.007"]
+    assert row[9:] == ["1021", f"{flops / 1e9:.4g}", "1020.8", f"{flops / 1e9:.2f}"]
+    assert dataclasses.replace(measured, seconds=None).flops_per_second is None
