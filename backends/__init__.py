@@ -30,14 +30,20 @@ _warned: set[str] = set()
 class Backend(Protocol):
     """What a backend offers. It is never called without tokens."""
 
-    about: str
-    """One line for `python -m kda info`: what computes, what supplies gradients, what is proved where."""
+    @property
+    def about(self) -> str:
+        """One line for `python -m kda info`: what computes, what supplies gradients, what is proved where."""
+        ...
 
-    differentiable: bool
-    """Whether autograd goes through its operators; where it does not, torch's formulas supply the gradient."""
+    @property
+    def differentiable(self) -> bool:
+        """Whether autograd goes through its operators; where it does not, torch's formulas supply the gradient."""
+        ...
 
-    takes: Set[str]
-    """The optional arguments that it heeds, `scale` at least, which every call has. Others are refused by name."""
+    @property
+    def takes(self) -> Set[str]:
+        """The optional arguments that it heeds, `scale` at least, which every call has. Others are refused by name."""
+        ...
 
     def unusable(self) -> list[str]:
         """Every reason why this machine cannot run the backend; empty if it can."""
