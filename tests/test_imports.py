@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"kda": ROOT / "kda", "kda.backends": ROOT / "backends", "kda.golden": ROOT / "golden"}
 REGISTRY = ("kda.backends", "kda.backends.call", "kda.backends.environment")
+SHARED = ("kda.golden.constants", "kda.backends.call", "kda.backends.disk", "kda.backends.environment")
 LADDER = "kda.ladder.kernels"
 FRAMEWORKS = ("tilelang", "tvm", "pypto", "torch_npu")
 
@@ -75,7 +76,7 @@ def test_backends_know_no_other_backend_and_no_front_end(module: str) -> None:
     own = ".".join(module.split(".")[:3])  # kda.backends.<name>
     for name in imports_of(module):
         if inside(name, "kda"):
-            allowed = ("kda.golden.constants", "kda.backends.call", "kda.backends.environment", own)
+            allowed = (*SHARED, own)
             assert inside(name, *allowed) and name != "kda.backends", f"{module} imports {name}"
 
 

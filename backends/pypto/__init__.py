@@ -7,19 +7,23 @@ were verified; they have not run on an NPU yet.
 from __future__ import annotations
 
 import functools
-import logging
+import importlib
 import math
 from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kda.backends.call import KdaCall
 from kda.backends.environment import emulating
 
-from .detect import missing_interpreter, missing_npu, missing_pypto
+from .calculator import cache
+from .detect import import_failure, missing_interpreter, missing_npu, missing_pypto
 
-__all__ = ["about", "chunk_kda", "differentiable", "fused_recurrent_kda", "refuses", "stages", "takes", "unusable"]
+__all__ = [
+    "about", "cache", "chunk_kda", "differentiable", "fused_recurrent_kda", "refuses", "stages", "takes", "unusable"
+]  # fmt: skip
 
 about = (
     "PyPTO kernels, interpreter-verified: the tests execute them on the CPU op by op, they have not run on an NPU yet; "
@@ -63,6 +67,9 @@ def refuses(call: KdaCall) -> list[str]:
         sizes.append(call.initial_state.numel())
     if (elements := max(sizes)) > MOST_ELEMENTS:
         reasons.append(f"a tensor must have fewer than 2^31 elements, got {elements}")
+    runs = not isinstance(call.q, FakeTensor) and not missing_pypto()
+    if not reasons and runs and (reason := import_failure()):  # which only an import can tell
+        reasons.append(reason)
     return reasons
 
 
@@ -83,12 +90,7 @@ def stages(call: KdaCall) -> dict[str, Tensor]:
 
 @functools.cache
 def _host(name: str) -> ModuleType:
-    """A module that imports PyPTO, which sets the root logger up to print everything: not PyPTO's to decide."""
-    import importlib
-
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
-    module = importlib.import_module(f"{__name__}.{name}")
-    root.setLevel(level)
-    root.handlers[:] = handlers
-    return module
+    """A module that imports PyPTO. Raises RuntimeError, with the reason, if that cannot be imported."""
+    if reason := import_failure():
+        raise RuntimeError(reason)
+    return importlib.import_module(f"{__name__}.{name}")

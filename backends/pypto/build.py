@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import interpret
 from .config import Config
+from .program import tracing
 
 NPU_OPTIONS = {
     "runtime_options": {"run_mode": pypto.RunMode.NPU, "stitch_function_max_num": 256},
@@ -23,14 +24,18 @@ million without; larger numbers gain nothing there."""
 
 
 def run(body: Callable[..., None], inputs: list[Tensor], outputs: list[Tensor], config: Config) -> None:
-    """Run `body` on contiguous tensors of one device; it writes to `outputs` and may read them."""
+    """Run `body` on contiguous tensors of one device; it writes to `outputs` and may read them.
+
+    Raises RuntimeError where PyPTO fails.
+    """
     device = inputs[0].device
-    if device.type == "cpu":
-        interpret.run(_interpreted(body), inputs, outputs, config)
-    else:
-        # PyPTO launches on the current device's stream.
-        with torch.npu.device(device):  # type: ignore[attr-defined]  # torch_npu adds it
-            _compiled(body)(*inputs, *outputs, config)
+    with tracing(body.__name__):
+        if device.type == "cpu":
+            interpret.run(_interpreted(body), inputs, outputs, config)
+        else:
+            # PyPTO launches on the current device's stream.
+            with torch.npu.device(device):  # type: ignore[attr-defined]  # torch_npu adds it
+                _compiled(body)(*inputs, *outputs, config)
 
 
 @functools.cache

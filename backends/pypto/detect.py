@@ -1,25 +1,57 @@
 """Whether this machine has what the kernels need: PyPTO and an NPU, or what PyPTO's interpreter needs on a CPU.
 
 Looked up once, in the order from cheap to dear. Nothing here raises, and torch_npu is not imported before a device
-node is seen: without CANN its import fails and would take torch's with it.
+node is seen: without CANN its import fails and would take torch's with it. PyPTO is imported by `import_failure` alone.
 """
 
 from __future__ import annotations
 
 import functools
 import glob
+import importlib
 import importlib.util
+import logging
+import sys
 from importlib.metadata import PackageNotFoundError, version
+
+_failed_import: str | None = None
+
+
+def missing_pypto() -> str | None:
+    """Why there is no PyPTO, or None; what an import has told is remembered."""
+    return _missing_distribution() or _failed_import
 
 
 @functools.cache
-def missing_pypto() -> str | None:
-    """Why there is no PyPTO, or None."""
+def _missing_distribution() -> str | None:
     try:
         version("pypto")
-    except PackageNotFoundError:
+    except PackageNotFoundError:  # a folder of that name on the path is not PyPTO
         return "pypto is not installed (the extra `pypto`; wheels exist for Linux and Python 3.9 to 3.12)"
+    spec = importlib.util.find_spec("pypto")
+    if spec is None or spec.origin is None:
+        where = "nowhere" if spec is None else f"as a folder, {list(spec.submodule_search_locations or ())}"
+        return f"pypto is installed, but Python finds it {where}"
     return None
+
+
+def import_failure() -> str | None:
+    """Why PyPTO cannot be imported, or None. This imports it.
+
+    It sets the root logger up to print everything, which is not for it to decide.
+    """
+    global _failed_import
+    if _failed_import is None and "pypto" not in sys.modules:
+        root = logging.getLogger()
+        level, handlers = root.level, root.handlers[:]
+        try:
+            importlib.import_module("pypto")
+        except (Exception, SystemExit) as error:
+            _failed_import = f"pypto cannot be imported: {type(error).__name__}: {error}"
+        finally:
+            root.setLevel(level)
+            root.handlers[:] = handlers
+    return _failed_import
 
 
 @functools.cache

@@ -45,14 +45,16 @@ def initial_states(call: KdaCall) -> Tensor:
     """The states that the sequences start from, contiguous, in the caller's layout."""
     if call.initial_state is not None:
         return call.initial_state.resolve_neg().contiguous()
-    return torch.zeros(call.N, *call.state_shape, device=call.q.device)
+    return torch.zeros(call.N, *call.state_shape, dtype=torch.float32, device=call.q.device)
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what is remembered must serve outside of it as well
 def _equal_bounds(B: int, T: int, device: torch.device) -> Tensor:
     return torch.arange(B + 1, dtype=torch.int32, device=device) * T
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what is remembered must serve outside of it as well
 def _filled(value: float, heads: int, K: int, device: torch.device) -> Tensor:
-    return torch.full((heads, K), value, device=device)
+    return torch.full((heads, K), value, dtype=torch.float32, device=device)

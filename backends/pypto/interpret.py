@@ -8,8 +8,8 @@ masks, tails, control flow. What it cannot see: memory sizes, layouts, synchroni
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from pypto import pypto_impl
 from pypto.frontend.parser import entry
 from pypto.runtime import _pto_verify_datas
 from torch import Tensor
+
+from kda.backends import disk
 
 from . import calculator
 from .config import Config
@@ -30,30 +32,29 @@ OPTIONS = {
 }
 """JIT options: interpret the traced graph and stop there, before any compiler pass."""
 
-_lock = threading.Lock()  # PyPTO traces into one program per process
-
 
 def run(kernel: Callable[..., None], inputs: list[Tensor], outputs: list[Tensor], config: Config) -> None:
     """Call `kernel`, traced with OPTIONS, and leave its results in `outputs`.
 
-    Raises RuntimeError where the interpreter leaves no result. After an error of PyPTO's, go on in a new process: what
-    it keeps of the broken kernel can spoil those after it.
+    Raises RuntimeError where the interpreter leaves no result.
     """
     set_up()
-    with _lock, tempfile.TemporaryDirectory() as folder:
-        before = os.environ.get("TILE_FWK_OUTPUT_DIR")
-        os.environ["TILE_FWK_OUTPUT_DIR"] = folder
-        try:
-            pypto.set_verify_golden_data(goldens=[*([None] * len(inputs)), *(torch.zeros_like(x) for x in outputs)])
+    folder = Path(tempfile.mkdtemp(dir=disk.scratch()))
+    before = os.environ.get("TILE_FWK_OUTPUT_DIR")
+    os.environ["TILE_FWK_OUTPUT_DIR"] = str(folder)
+    try:
+        pypto.set_verify_golden_data(goldens=[*([None] * len(inputs)), *(torch.zeros_like(x) for x in outputs)])
+        with torch.autocast("cpu", enabled=False):  # PyPTO's products are torch's, and would heed it
             kernel(*inputs, *outputs, config)
-            for index, out in enumerate(outputs, len(inputs)):
-                out.copy_(_dumped(Path(folder), index, out))
-        finally:
-            _pto_verify_datas.reset()
-            if before is None:
-                del os.environ["TILE_FWK_OUTPUT_DIR"]
-            else:
-                os.environ["TILE_FWK_OUTPUT_DIR"] = before
+        for index, out in enumerate(outputs, len(inputs)):
+            out.copy_(_dumped(folder, index, out))
+    finally:
+        _pto_verify_datas.reset()
+        if before is None:
+            del os.environ["TILE_FWK_OUTPUT_DIR"]
+        else:
+            os.environ["TILE_FWK_OUTPUT_DIR"] = before
+    shutil.rmtree(folder)  # and not after an error: for the graphs of later ones, PyPTO goes on to use this folder
 
 
 def set_up() -> None:

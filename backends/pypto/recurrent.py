@@ -7,6 +7,7 @@ tensors by torch on their device; no index comes to the host.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kda.backends.call import KdaCall
@@ -45,10 +46,15 @@ def _start(call: KdaCall) -> Tensor:
     slots = call.ssm_state_indices
     if slots is None:
         return torch.arange(call.N, dtype=torch.int32, device=call.q.device)
-    if slots.dim() == 2:
-        accepted = call.num_accepted_tokens
-        slots = slots[:, 0] if accepted is None else slots.gather(1, accepted.long().unsqueeze(1) - 1)[:, 0]
-    return _rows(slots, slots > 0)
+    known = _known(call, slots)
+    if slots.dim() == 1:
+        return _rows(slots, known)
+    if (accepted := call.num_accepted_tokens) is None:
+        return _rows(slots[:, 0], known[:, 0])
+    S = slots.shape[1]
+    at = accepted.long().clamp(1, S).unsqueeze(1) - 1
+    counted = (accepted >= 1) & (accepted <= S)
+    return _rows(slots.gather(1, at)[:, 0], known.gather(1, at)[:, 0] & counted)
 
 
 def _target_in_place(call: KdaCall, start: Tensor) -> Tensor:
@@ -56,14 +62,21 @@ def _target_in_place(call: KdaCall, start: Tensor) -> Tensor:
     slots = call.ssm_state_indices
     if slots is None or slots.dim() == 1:
         return start.unsqueeze(1)
-    token = torch.arange(slots.shape[1], device=slots.device)
-    return _rows(slots, (slots > 0) & (token < bounds(call).diff().unsqueeze(1)))
+    token = torch.arange(slots.shape[1] + 1, device=slots.device)  # and a column for what comes behind the last slot
+    live = F.pad(_known(call, slots), (0, 1)) & (token < bounds(call).diff().unsqueeze(1))
+    return _rows(F.pad(slots, (0, 1)), live)
+
+
+def _known(call: KdaCall, slots: Tensor) -> Tensor:
+    """Which of the indices name a slot of the pool, and not the null slot."""
+    assert call.initial_state is not None
+    return (slots > 0) & (slots < call.initial_state.shape[0])
 
 
 def _new_states(call: KdaCall, initial: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     """A new tensor for the states, and where they go in it: a row a sequence, or a row a token."""
-    if (slots := call.ssm_state_indices) is not None and slots.dim() == 2:
-        token = torch.arange(slots.shape[1], dtype=torch.int32, device=start.device)
+    if call.state_per_token:
+        token = torch.arange(call.T + 1, dtype=torch.int32, device=start.device)
         return initial.new_zeros(call.B * call.T, *initial.shape[1:]), bounds(call)[:-1, None] + token
     null = start < 0
     final = initial.index_select(0, start.clamp(min=0)).masked_fill_(null[:, None, None, None], 0.0)

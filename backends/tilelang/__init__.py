@@ -6,16 +6,22 @@ With KDA_EMULATE=1 the same kernel sources also run on CPU tensors, in float32 a
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kda.backends.call import KdaCall
 from kda.backends.environment import emulating
 
+from .ahead import build_ahead, build_all, wanted
 from .build import HOPPER, target_for
 from .chunk import chunk_kda, stages
-from .detect import missing_device, missing_tilelang
+from .detect import import_failure, missing_compilers, missing_device, missing_tilelang
+from .kept import cache, is_empty
 from .recurrent import fused_recurrent_kda
 
-__all__ = ["about", "chunk_kda", "differentiable", "fused_recurrent_kda", "refuses", "stages", "takes", "unusable"]
+__all__ = [
+    "about", "build_ahead", "build_all", "cache", "chunk_kda", "differentiable", "fused_recurrent_kda", "refuses",
+    "stages", "takes", "unusable", "wanted",
+]  # fmt: skip
 
 about = (
     "TileLang kernels; gradients are torch's, computed anew. The tile-level kernels are executed on the CPU by the "
@@ -33,7 +39,10 @@ HEAD_DIMS = (64, 128)
 
 def unusable() -> list[str]:
     """Why the kernels cannot run on this machine."""
-    return [reason for reason in (missing_tilelang(), missing_device()) if reason]
+    reasons = [missing_tilelang(), missing_device()]
+    if not any(reasons) and (emulating() or is_empty()):  # a GPU can run what is kept from before
+        reasons = [missing_compilers(nvcc=not emulating())]
+    return [reason for reason in reasons if reason]
 
 
 def refuses(call: KdaCall) -> list[str]:
@@ -53,4 +62,17 @@ def refuses(call: KdaCall) -> list[str]:
             reasons.append(f"{name} must be {' or '.join(map(str, HEAD_DIMS))}, got {size}")
     if call.B * call.T >= 2**31:
         reasons.append(f"B * T must be below 2^31, got {call.B * call.T}")
+    if not reasons and (reason := _cannot_build(call)):
+        reasons.append(reason)
     return reasons
+
+
+def _cannot_build(call: KdaCall) -> str | None:
+    """Why the kernels of the call, which are not on disk, cannot be built; or None."""
+    on_cpu = call.q.device.type == "cpu"
+    reason = missing_compilers(nvcc=not on_cpu)
+    if reason and (on_cpu or not all(spec.kept().exists() for spec in wanted(call))):
+        return reason
+    # Only an import can tell whether TileLang works. It takes seconds, and calls whose kernels are kept do without.
+    runs = not isinstance(call.q, FakeTensor) and not missing_tilelang()
+    return import_failure() if runs and (on_cpu or is_empty()) else None

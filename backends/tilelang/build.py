@@ -5,15 +5,19 @@ Batch, lengths and the number of sequences are symbolic: one build serves them a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 
-from .kept import Kept
+from .detect import import_failure, missing_compilers, missing_tilelang
+from .kept import Kept, make_writable
 
 CPU = "c"
 """Target of the CPU execution path, which computes in float32."""
@@ -25,6 +29,22 @@ PASS_CONFIGS = {"tl.enable_fast_math": True}
 """Of TileLang's compiler, for every kernel on a GPU; a kernel may ask for more."""
 
 Kernel = Callable[..., None]
+
+
+class Spec(NamedTuple):
+    """One kernel, as `build` is asked for it."""
+
+    target: str
+    builder: str
+    parameters: tuple[tuple[str, Any], ...]  # in the order of their names, dtypes by theirs
+
+    def kept(self) -> Kept:
+        """Its place on disk."""
+        return Kept(self.builder, dict(self.parameters), self.target, PASS_CONFIGS)
+
+
+_building = threading.Lock()  # TileLang traces and compiles one kernel at a time
+_collecting: ContextVar[list[Spec] | None] = ContextVar("collecting", default=None)
 
 
 @functools.cache
@@ -42,25 +62,74 @@ def processors(device: torch.device) -> int:
     return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.cache
 def build(target: str, builder: str, **parameters: Any) -> Kernel:
     """The kernel that `builder` ("module.function", with the module's full name) makes of the parameters.
 
-    Dtypes may be torch's: a builder gets their names.
+    Dtypes may be torch's: a builder gets their names. Raises RuntimeError, with what is missing here, if it cannot be
+    built.
     """
-    parameters = {name: _spelled(value) for name, value in parameters.items()}
-    if target == CPU:
+    spec = Spec(target, builder, tuple((name, _spelled(parameters[name])) for name in sorted(parameters)))
+    if (collected := _collecting.get()) is not None:
+        collected.append(spec)
+        return _stand_in
+    return kernel(spec)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[Spec]]:
+    """Inside, `build` builds nothing: it adds what it is asked for to this list and returns a kernel that does nothing.
+
+    Whoever asks inside must not remember the kernel for later.
+    """
+    specs: list[Spec] = []
+    token = _collecting.set(specs)
+    try:
+        yield specs
+    finally:
+        _collecting.reset(token)
+
+
+def _stand_in(*_: Any) -> None:
+    pass
+
+
+@functools.cache
+def kernel(spec: Spec) -> Kernel:
+    """The kernel of `spec`, from disk or built."""
+    with _building:
+        return _kernel(spec)
+
+
+@functools.cache  # again: other threads may have waited for this very kernel
+def _kernel(spec: Spec) -> Kernel:
+    if reason := missing_tilelang():
+        raise RuntimeError(reason)
+    kept = spec.kept()
+    if (function := kept.load()) is not None:
+        return function
+    make_writable()
+    if reason := import_failure():
+        raise RuntimeError(reason)
+    with kept.lock():
+        if (function := kept.load()) is not None:  # another process has built it meanwhile
+            return function
+        try:
+            return _compiled(spec, kept)
+        except Exception as error:
+            reason = missing_compilers(nvcc=spec.target != CPU) or f"{type(error).__name__}: {str(error)[-500:]}"
+            raise RuntimeError(f"{spec.builder} cannot be compiled for {spec.target}: {reason}") from error
+
+
+def _compiled(spec: Spec, kept: Kept) -> Kernel:
+    if spec.target == CPU:
         from .cpu_trace import cpu_trace
 
         with cpu_trace():
-            return compile_kernel(make(builder, parameters), CPU)
-    kept = Kept(builder, parameters, target, PASS_CONFIGS)
-    if (function := kept.load()) is None:
-        kernel = compile_kernel(make(builder, parameters), target)
-        kept.keep(kernel)
-        # The function itself: TileLang's own wrapper around it costs more host time than the launch.
-        function = kernel.adapter.get_exportable_executable()["main"]
-    return function
+            return compile_kernel(make(spec.builder, dict(spec.parameters)), CPU)
+    compiled = compile_kernel(make(spec.builder, dict(spec.parameters)), spec.target)
+    kept.keep(compiled)
+    # The function itself: TileLang's own wrapper around it costs more host time than the launch.
+    return compiled.adapter.get_exportable_executable()["main"]
 
 
 def _spelled(value: Any) -> Any:

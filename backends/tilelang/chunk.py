@@ -72,11 +72,11 @@ def stages(call: KdaCall) -> dict[str, Tensor]:
 
 def _launch(call: KdaCall) -> Launch:
     if (launch := call.memo.get(__name__)) is None:
-        launch = call.memo[__name__] = _make_launch(call)
+        launch = call.memo[__name__] = make_launch(call)
     return launch
 
 
-def _make_launch(call: KdaCall) -> Launch:
+def make_launch(call: KdaCall) -> Launch:
     target, types, packed = target_for(call.q.device), dtypes(call), call.cu_seqlens is not None
     plan = None
     if call.cu_seqlens is not None:

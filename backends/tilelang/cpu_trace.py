@@ -25,7 +25,7 @@ CPU_EXECUTION_BACKEND = "cython"
 def _sum_rows(source: Any, total: Any) -> None:
     """`T.reduce_sum(source, total, dim=1)` for a rank-2 tile."""
     for i in T.serial(source.shape[0]):
-        total[i] = 0.0
+        total[i] = T.cast(0, total.dtype)
         for j in T.serial(source.shape[1]):
             total[i] = total[i] + source[i, j]
 

@@ -31,7 +31,7 @@ def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     state = call.initial_state
     if state is not None and state.is_neg():  # not one to write to: the front end sees to that
         state = state.resolve_neg()
-    quads = None if state is None else _quads(state)
+    quads = None if state is None else quads_of(state)
     launch = _launch(call, gaps=state is not None and quads is None)
     with torch.cuda.device_of(call.q):
         q, k, v = aligned(call.q, launch.dtype), aligned(call.k, launch.dtype), aligned(call.v, launch.dtype)
@@ -48,7 +48,7 @@ def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     return o if o.dtype == call.v.dtype else o.to(call.v.dtype), final
 
 
-def _quads(state: Tensor) -> int | None:
+def quads_of(state: Tensor) -> int | None:
     """How far slots lie apart, in units of four elements; None where their rows have gaps or can't be read by fours."""
     size = state.shape[2] * state.shape[3]
     dense = state.is_contiguous() or state.stride()[1:] == (size, state.shape[3], 1)
@@ -59,11 +59,11 @@ def _quads(state: Tensor) -> int | None:
 def _launch(call: KdaCall, gaps: bool) -> Launch:
     key = (__name__, gaps)  # strides and addresses are no part of what calls that share a memo have in common
     if (launch := call.memo.get(key)) is None:
-        launch = call.memo[key] = _make_launch(call, gaps)
+        launch = call.memo[key] = make_launch(call, gaps)
     return launch
 
 
-def _make_launch(call: KdaCall, gaps: bool) -> Launch:
+def make_launch(call: KdaCall, gaps: bool) -> Launch:
     types, indices, accepted = dtypes(call), call.ssm_state_indices, call.num_accepted_tokens
     new_states = call.output_final_state and not call.inplace_final_state
     kernel = build(

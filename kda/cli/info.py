@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     variables = [(name, os.environ.get(name, "(unset)"), what) for name, what in environment.VARIABLES.items()]
     _section(console, "Environment variables", variables)
     _section(console, "Backends", [(name, *_usable(reasons)) for name, reasons in status.items()])
+    _section(console, "What they keep on disk", caches())
     _section(console, "About them", [(name, backends.load(name).about) for name in status])
     _section(console, "backend=auto takes", [(auto_choice(t, status), f"for tensors on {t}") for t in types])
     return 0
@@ -46,6 +47,16 @@ def versions() -> list[tuple[str, str]]:
             found.append((name, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
             found.append((name, "not installed"))
+    return found
+
+
+def caches() -> list[tuple[str, str, str]]:
+    """(backend, how much it keeps, where) of those that keep what they compile."""
+    found = []
+    for name in backends.names():
+        if (measure := getattr(backends.load(name), "cache", None)) is not None:
+            kept = measure()
+            found.append((name, f"{kept.files} files, {kept.size / 2**20:.1f} MiB", f"{kept.folder} ({kept.variable})"))
     return found
 
 

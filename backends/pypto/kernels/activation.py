@@ -8,10 +8,13 @@ q, k and g `[rows, K]`, beta `[rows, 1]`; rows past the end of a sequence are no
 
 import pypto
 
-from kda.golden.constants import L2_NORM_EPS, MIN_LOG_DECAY
+from kda.golden.constants import L2_NORM_EPS, L2_NORM_SHRINK, MIN_LOG_DECAY
 
 from ..config import Config
 from .tiles import Tiles, use_tiles
+
+TINY = 1e-36
+"""Added to the squares of a shrunk row: nothing to a row that needs it, and enough to make that of any other small."""
 
 
 def activate(q: pypto.Tensor, k: pypto.Tensor, v: pypto.Tensor, g: pypto.Tensor, beta: pypto.Tensor,
@@ -34,7 +37,11 @@ def keys(k: pypto.Tensor, config: Config) -> pypto.Tensor:
     k = pypto.cast(k, pypto.DT_FP32)
     if not config.norm:
         return k
-    return k * pypto.rsqrt(pypto.sum(k * k, -1, keepdim=True) + L2_NORM_EPS)
+    factor = pypto.rsqrt(pypto.sum(k * k, -1, keepdim=True) + L2_NORM_EPS)
+    # Of a row whose squares are beyond fp32 this is 0, and what follows is right; of any other it is the larger one.
+    small = k * L2_NORM_SHRINK
+    shrunk = pypto.rsqrt(pypto.sum(small * small, -1, keepdim=True) + TINY) * L2_NORM_SHRINK
+    return k * pypto.maximum(factor, shrunk)
 
 
 def queries(q: pypto.Tensor, config: Config) -> pypto.Tensor:

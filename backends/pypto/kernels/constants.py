@@ -28,6 +28,7 @@ LEAF, IDENTITY = len(HALVES), len(HALVES) + 1
 
 
 @functools.cache
+@torch.inference_mode(False)  # what is remembered must serve outside of it as well
 def decay_sums(device: torch.device) -> Tensor:
     """0 and 1, fp32 `[(levels + 2) * CHUNK, CHUNK]`: times g, the log decay between each row and its border.
 
@@ -43,6 +44,7 @@ def decay_sums(device: torch.device) -> Tensor:
 
 
 @functools.cache
+@torch.inference_mode(False)  # what is remembered must serve outside of it as well
 def masks(device: torch.device) -> Tensor:
     """0 and 1, fp32 `[(levels + 2) * CHUNK, CHUNK]`.
 

@@ -4,8 +4,8 @@
 
 Tensors as in `chunk`. Sequence n starts from state start[n] of `initial`; below 0 it takes no part in the call.
 Its last state goes to state target[n, 0] of `final`; with config.per_token, the state after its i-th token goes to
-target[n, i] instead. Below 0, nothing is written. `initial` and `final` may be one tensor: no sequence reads a state
-that another one writes. start `[N]` and target `[N, S]` int32.
+target[n, i] instead, the last column standing for all tokens behind it. Below 0, nothing is written. `initial` and
+`final` may be one tensor: no sequence reads a state that another one writes. start `[N]` and target `[N, S]` int32.
 """
 
 import pypto
@@ -39,7 +39,7 @@ def fused_recurrent_kda(
                     store_column(o_t, o, t, head)
                     S[:] = S_t
                     if config.per_token:
-                        to = target[n, t - begin]
+                        to = target[n, (t - begin).min(target.shape[1] - 1)]
                         if to >= 0:
                             store_state(S, final, to, head, config)
                 if not config.per_token:

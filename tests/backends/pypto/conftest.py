@@ -13,7 +13,8 @@ from kda.backends.pypto import detect
 def undetected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing that was found out about this machine is remembered."""
     monkeypatch.delenv("KDA_EMULATE", raising=False)
-    found = (detect.missing_pypto, detect.missing_npu, detect.missing_interpreter)
+    monkeypatch.setattr(detect, "_failed_import", None)
+    found = (detect._missing_distribution, detect.missing_npu, detect.missing_interpreter)
     for look_up in found:
         look_up.cache_clear()
     yield

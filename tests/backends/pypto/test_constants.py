@@ -1,9 +1,10 @@
-"""The constant matrices of the PyPTO kernels."""
+"""The constant matrices of the PyPTO kernels, and what else their hosts remember."""
 
 from __future__ import annotations
 
 import torch
 
+from kda.backends.pypto import host
 from kda.backends.pypto.kernels import constants
 from kda.golden.constants import SUB_BLOCK
 
@@ -30,3 +31,14 @@ def test_decay_sums_meet_at_the_borders():
         torch.testing.assert_close(sums[level, i] + sums[level, j], G[i] - G[j])
     torch.testing.assert_close(sums[constants.FROM_START], G)
     torch.testing.assert_close(sums[constants.TO_END], G[-1] - G)
+
+
+def test_what_is_remembered_in_inference_mode_serves_outside_of_it():
+    remembered = [
+        (constants.decay_sums, ()), (constants.masks, ()), (host._equal_bounds, (2, 3)), (host._filled, (1.0, 2, 64))
+    ]  # fmt: skip
+    for make, arguments in remembered:
+        make.cache_clear()
+        with torch.inference_mode():
+            make(*arguments, torch.device("cpu"))
+        assert not make(*arguments, torch.device("cpu")).is_inference()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import os
+import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import pytest
@@ -48,7 +51,7 @@ def test_a_broken_torch_npu_is_a_reason_and_no_exception(monkeypatch, error):
 @pytest.mark.parametrize("available", [True, False])
 def test_torch_npu_has_the_last_word(monkeypatch, available):
     monkeypatch.setattr(detect.glob, "glob", lambda pattern: ["/dev/davinci0"])
-    monkeypatch.setattr(detect.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(detect.importlib.util, "find_spec", lambda name: SimpleNamespace(origin="__init__.py"))
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace())
     monkeypatch.setattr(torch, "npu", SimpleNamespace(is_available=lambda: available), raising=False)
     assert backends.unusable("pypto") == ([] if available else [detect.missing_npu()])
@@ -63,6 +66,38 @@ def test_without_pypto_it_says_so(monkeypatch):
     for emulate in ("0", "1"):
         monkeypatch.setenv("KDA_EMULATE", emulate)
         assert "pypto is not installed" in backends.unusable("pypto")[0]
+
+
+def test_a_folder_of_that_name_is_not_pypto(monkeypatch):
+    folder = ModuleSpec("pypto", None, is_package=True)
+    folder.submodule_search_locations = ["/somewhere/pypto"]
+    monkeypatch.setattr(detect.importlib.util, "find_spec", lambda name: folder)
+    monkeypatch.setattr(detect, "version", lambda name: "0.2.0")
+    assert "Python finds it as a folder, ['/somewhere/pypto']" in backends.unusable("pypto")[0]
+
+
+BROKEN = """
+import kda
+from kda import backends
+from kda.golden import inputs
+assert backends.status()["pypto"] == [], "only an import can tell"
+try:
+    kda.chunk_kda(**inputs.stable(1, 7, 1, 64), backend="pypto")
+except NotImplementedError as error:
+    (reason,) = backends.status()["pypto"]
+    assert reason in str(error)
+    print(reason)
+"""
+
+
+def test_an_import_that_fails_is_a_reason_from_then_on(tmp_path):
+    if reason := detect.missing_pypto() or detect.missing_interpreter():
+        pytest.skip(reason)
+    (tmp_path / "pypto").mkdir()
+    (tmp_path / "pypto" / "__init__.py").write_text("raise ImportError('libc_sec.so is missing')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "KDA_EMULATE": "1"}
+    done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == "pypto cannot be imported: ImportError: libc_sec.so is missing", done.stderr[-2000:]
 
 
 @pytest.mark.skipif(bool(detect.glob.glob("/dev/davinci[0-9]*")), reason="needs a machine without an NPU")

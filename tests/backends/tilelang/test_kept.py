@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("tilelang")
 
 from kda.backends.tilelang import kept
+from kda.backends.tilelang.build import PASS_CONFIGS
 from kda.backends.tilelang.kept import Kept
 
 PACKAGE = Path(kept.__file__).parents[2]
@@ -138,7 +139,26 @@ def test_a_file_is_whole_or_not_there(folder: Path, tmp_path: Path) -> None:
     Kept(**WHAT).keep(compiled(tmp_path, b"one"))
     Kept(**WHAT).keep(compiled(tmp_path, b"two"))
     (file,) = folder.iterdir()
-    assert file.name.startswith("plan-") and file.suffix == ".so" and file.read_bytes() == b"two"
+    assert file.name.startswith("plan-") and file.suffix == ".so" and file.read_bytes().startswith(b"two")
+
+
+def test_a_disk_that_is_full_is_a_warning(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kept.disk, "keep", full)
+    with pytest.warns(RuntimeWarning, match=f"could not be kept in {folder}: .*No space left"):
+        Kept(**WHAT).keep(compiled(tmp_path))
+
+
+def test_the_cache_is_counted(folder: Path, tmp_path: Path) -> None:
+    assert kept.cache() == (folder, "TILELANG_CACHE_DIR", 0, 0)
+    Kept(**WHAT).keep(compiled(tmp_path, bytes(1000)))
+    _, _, files, size = kept.cache()
+    assert files == 1 and 1000 < size < 1100
+
+
+# ---- in processes
 
 
 LATER = """
@@ -153,13 +173,101 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_a_later_process_runs_a_kernel_without_importing_tilelang(tmp_path: Path) -> None:
-    def run() -> str:
-        environment = os.environ | {"TILELANG_CACHE_DIR": str(tmp_path)}
-        done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout.splitlines()[-1]
+def later(cache: Path, code: str = LATER) -> str:
+    """The last line that another process says."""
+    environment = os.environ | {"TILELANG_CACHE_DIR": str(cache)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()[-1]
 
-    assert run().startswith("True kda_plan: num_args should be 4")
-    assert run().startswith("False kda_plan: num_args should be 4")
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with one kernel."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    cache = tmp_path_factory.mktemp("filled")
+    assert later(cache).startswith("True kda_plan: num_args should be 4")
+    return cache
+
+
+def test_a_later_process_runs_a_kernel_without_importing_tilelang(filled: Path) -> None:
+    assert later(filled).startswith("False kda_plan: num_args should be 4")
+
+
+@pytest.mark.parametrize("damage", ["cut short", "garbled"])
+def test_a_broken_kernel_is_built_anew(filled: Path, tmp_path: Path, damage: str) -> None:
+    """TileLang's copy of it is broken as well."""
+    cache = shutil.copytree(filled, tmp_path / "cache")
+    (own,) = cache.glob("kda/*.so")
+    (tilelangs,) = cache.rglob("executable.so")
+    whole = own.read_bytes()
+    broken = whole[: len(whole) // 2] if damage == "cut short" else b"x" * len(whole)
+    own.write_bytes(broken)
+    tilelangs.write_bytes(broken)
+    assert later(cache).startswith("True kda_plan: num_args should be 4")
+    assert own.read_bytes()[: len(whole)] != broken
+    assert later(cache).startswith("False kda_plan: num_args should be 4")
+
+
+def test_a_kernel_is_read_from_a_cache_that_cannot_be_written(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(filled))
+    monkeypatch.setattr(kept, "_unwritable", [])
+    monkeypatch.setattr(kept.disk, "writable", lambda folder, variable: tmp_path)
+    parameters = {"HV": 2, "V": 64, "dtype": "bfloat16", "cu_dtype": "int32"}
+    plan = Kept(f"{KERNELS}.plan.plan", parameters, "sm_90a", PASS_CONFIGS)
+    assert plan.exists()
+    kept.make_writable()
+    assert os.environ["TILELANG_CACHE_DIR"] == str(tmp_path) and kept.folder() == tmp_path / "kda"
+    assert plan.exists() and plan.load() is not None
+
+
+ONCE = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from kda.backends.tilelang import build
+compile_kernel = build.compile_kernel
+def noting(kernel, target):
+    with open(sys.argv[1], "a") as log:
+        log.write("compiled\\n")
+    return compile_kernel(kernel, target)
+build.compile_kernel = noting
+builder, options = "kda.backends.tilelang.kernels.plan.plan", {"HV": 2, "V": 128, "dtype": "bfloat16"}
+with ThreadPoolExecutor(8) as pool:
+    kernels = list(pool.map(lambda _: build.build("sm_90a", builder, cu_dtype="int32", **options), range(8)))
+assert len(set(kernels)) == 1
+"""
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_eight_threads_of_two_processes_build_a_kernel_once(tmp_path: Path) -> None:
+    environment = os.environ | {"TILELANG_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", ONCE, str(tmp_path / "log")]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    for process in processes:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors[-2000:]
+    assert (tmp_path / "log").read_text() == "compiled\n"
+    assert not list(tmp_path.rglob("kda/*.lock"))
+
+
+HOMELESS = """
+import os, warnings, torch, kda
+from kda.golden import inputs
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    kda.chunk_kda(**inputs.stable(1, 9, 1, 64), backend="tilelang")
+texts = [str(w.message) for w in caught if "cannot be written" in str(w.message)]
+assert len(texts) == 1 and "/dev/null/.tilelang" in texts[0] and "TILELANG_CACHE_DIR" in texts[0], texts
+print(os.environ["TILELANG_CACHE_DIR"])
+"""
+
+
+def test_where_nothing_can_be_kept_kernels_run_all_the_same() -> None:
+    environment = {name: x for name, x in os.environ.items() if name != "TILELANG_CACHE_DIR"}
+    environment |= {"HOME": "/dev/null", "KDA_EMULATE": "1"}
+    done = subprocess.run([sys.executable, "-c", HOMELESS], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not Path(done.stdout.strip()).exists(), "the temporary folder goes with its process"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from fake_backends import FakeBackend
 
 from kda import backends
+from kda.backends.disk import Cache
 from kda.cli import info, main
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -37,3 +40,10 @@ def test_info_tells_of_a_registered_backend(register, capsys: pytest.CaptureFixt
     assert main(["info"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "fake not usable here no card" in lines and "fake made for a test" in lines
+
+
+def test_info_tells_what_a_backend_keeps_on_disk(register, tmp_path: Path) -> None:
+    fake = register("fake", FakeBackend())
+    assert "fake" not in [name for name, *_ in info.caches()]
+    fake.cache = lambda: Cache(tmp_path, "FAKE_CACHE", 3, 5 * 2**20)
+    assert ("fake", "3 files, 5.0 MiB", f"{tmp_path} (FAKE_CACHE)") in info.caches()
