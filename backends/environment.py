@@ -6,10 +6,13 @@ import os
 
 VARIABLES = {
     "KDA_BACKEND": "auto (default), tilelang, pypto or torch; the argument backend= wins over it",
-    "KDA_EMULATE": "1: let backend=tilelang and backend=pypto run their kernels on CPU tensors, slowly",
-    "KDA_CHECK": "1: also check argument values (cu_seqlens order, g <= 0, finite inputs)",
+    "KDA_EMULATE": "1 (true, yes, on): let backend=tilelang and backend=pypto run their kernels on CPU tensors, slowly",
+    "KDA_CHECK": "1 (true, yes, on): also check argument values (cu_seqlens order, g <= 0, finite inputs)",
 }
 """Every variable, with what it does."""
+
+
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
 def backend_name() -> str:
@@ -19,9 +22,18 @@ def backend_name() -> str:
 
 def emulating() -> bool:
     """KDA_EMULATE: may kernels run on CPU tensors?"""
-    return os.environ.get("KDA_EMULATE") == "1"
+    return _is_on("KDA_EMULATE")
 
 
 def checking() -> bool:
     """KDA_CHECK: are values checked too?"""
-    return os.environ.get("KDA_CHECK") == "1"
+    return _is_on("KDA_CHECK")
+
+
+def _is_on(name: str) -> bool:
+    text = os.environ.get(name)
+    if not text:
+        return False
+    if (on := _SWITCH.get(text.lower())) is None:
+        raise ValueError(f"{name}: expected one of {', '.join(_SWITCH)} or nothing, got {text!r}")
+    return on

@@ -113,7 +113,7 @@ def compare(
     rmse = _ratio(math.sqrt(squares), math.sqrt(reference))
 
     def element(i: int) -> Element:
-        index = tuple(int(x) for x in torch.unravel_index(torch.tensor(i), actual.shape))
+        index = tuple(int(x) for x in torch.unravel_index(torch.tensor(i, device="cpu"), actual.shape))
         return Element(index, flat_a[i].item(), flat_e[i].item())
 
     return Comparison(

@@ -50,13 +50,13 @@ class Sizes:
         total = sum(self.lengths or ())
         if self.lengths is not None and (self.B != 1 or total > self.T):
             raise ValueError(f"lengths: expected B = 1 and a sum <= T = {self.T}, got B = {self.B}, a sum of {total}")
-        self.generator = torch.Generator().manual_seed(self.seed)
+        self.generator = torch.Generator("cpu").manual_seed(self.seed)
 
     def randn(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator)
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float32, device="cpu")
 
     def rand(self, *shape: int) -> Tensor:
-        return torch.rand(*shape, generator=self.generator)
+        return torch.rand(*shape, generator=self.generator, dtype=torch.float32, device="cpu")
 
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
         """N(0, 1)."""
@@ -67,7 +67,7 @@ class Sizes:
         """The call's keyword arguments, on the device; g and beta keep their dtype."""
         call = {"q": q.to(self.dtype), "k": k.to(self.dtype), "v": v.to(self.dtype), "g": g, "beta": beta} | options
         if self.lengths is not None:
-            call["cu_seqlens"] = torch.tensor([0, *self.lengths]).cumsum(0).int()
+            call["cu_seqlens"] = torch.tensor([0, *self.lengths], device="cpu").cumsum(0).int()
         if self.initial_state:
             N = self.B if self.lengths is None else len(self.lengths)
             shape = (N, self.HV, self.V, self.K) if self.state_v_first else (N, self.HV, self.K, self.V)
@@ -122,11 +122,30 @@ def collinear(*sizes: int, **options: Any) -> dict[str, Any]:
     return draw.call(q, k, v.abs(), g, beta)
 
 
+def alike(
+    *sizes: int, cosine: float = 0.999, beta: float = 0.99, shared_queries: bool = True, positive: bool = True,
+    **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Unit keys of one pairwise cosine, one beta for all tokens, hardly any decay: roundings add up along the keys.
+
+    With `shared_queries` the queries have the keys' direction, with `positive` values are not negative.
+    """
+    draw = Sizes(*sizes, **options)
+    q, k, v = draw.qkv()
+    along = cosine**0.5 * normalize(draw.randn(draw.H, draw.K), dim=-1)
+    k = normalize(along + (1.0 - cosine) ** 0.5 * normalize(k, dim=-1), dim=-1)
+    if shared_queries:
+        q = along + (1.0 - cosine) ** 0.5 * normalize(q, dim=-1)
+    g = -1e-4 * draw.rand(draw.B, draw.T, draw.HV, draw.K)
+    step = torch.full((draw.B, draw.T, draw.HV), beta, dtype=torch.float32, device="cpu")
+    return draw.call(normalize(q, dim=-1), k, v.abs() if positive else v, g, step)
+
+
 def cancellation_stress(*sizes: int, device: torch.device | str = "cpu", **options: Any) -> dict[str, Any]:
     """Of 64 random rescalings of k, v, g and beta of stable inputs, the one in which u - w S cancels most."""
     base = stable(*sizes, **options)
-    generator = torch.Generator().manual_seed(options.get("seed", 0))
-    trials = (_rescaled(base, torch.rand(4, generator=generator).tolist()) for _ in range(TRIALS))
+    draw = Sizes(4, 1, 1, seed=options.get("seed", 0))
+    trials = (_rescaled(base, draw.rand(4).tolist()) for _ in range(TRIALS))
     return _moved(max(trials, key=cancellation), device)
 
 
@@ -151,7 +170,7 @@ def _rescaled(call: dict[str, Any], x: list[float]) -> dict[str, Any]:
 def _gate(draw: Sizes, gate: str | float) -> Tensor:
     shape = draw.B, draw.T, draw.HV, draw.K
     if not isinstance(gate, str):
-        return torch.full(shape, float(gate))
+        return torch.full(shape, float(gate), dtype=torch.float32, device="cpu")
     if gate not in GATES:
         raise ValueError(f"gate: expected a number or one of {', '.join(GATES)}, got {gate!r}")
     g = logsigmoid(draw.randn(*shape))

@@ -12,7 +12,9 @@ import torch
 from kda import backends
 from kda.backends import environment
 
-pytest.register_assert_rewrite("calls", "decode_calls", "fake_backends", "golden_calls", "pypto_process", "torch_calls")
+pytest.register_assert_rewrite(
+    "calls", "decode_calls", "fake_backends", "golden_calls", "process_modes", "pypto_process", "torch_calls"
+)
 
 
 @pytest.fixture

@@ -76,9 +76,11 @@ class Layout:
         self.total = call.B * call.T
         self.units: list[Unit] = []
         while order:
+            # Chunks of one length to a unit, that which its sequences would have alone: the last bits depend on it.
             C = chunk(lengths[order[-1]])
             size = max(1, pairs(C) // value_heads)
-            order, members = order[:-size], order[-size:]
+            alike = [n for n in order[-size:] if chunk(lengths[n]) == C]
+            order, members = order[: -len(alike)], alike
             bounds = [starts[n] for n in members], [lengths[n] for n in members]
             self.units.append(Unit(members, list(_pieces(*bounds, C, tokens // value_heads, call.q.device))))
         self.pieces = [piece for unit in self.units for piece in unit.pieces]
@@ -106,8 +108,8 @@ class Layout:
     def by_chunk(self, rows: Tensor) -> Tensor:
         """Rows of all pieces, one per chunk and sequence, in order of the sequences and their chunks."""
         place = [
-            torch.tensor(unit.sequences[-piece.sequences :]) * self.total
-            + torch.arange(piece.first, piece.first + piece.chunks)[:, None]
+            torch.tensor(unit.sequences[-piece.sequences :], device="cpu") * self.total
+            + torch.arange(piece.first, piece.first + piece.chunks, device="cpu")[:, None]
             for unit in self.units
             for piece in unit.pieces
         ]
@@ -144,13 +146,13 @@ def _pieces(
 def sequences(call: KdaCall) -> tuple[list[int], list[int]]:
     """Start and length of each sequence in the flat batch `[B * T]`.
 
-    Raises ValueError where `cu_seqlens` is not 0 first, non-decreasing and at most T; reads it from the device.
+    Raises ValueError where `cu_seqlens` is negative, falls or exceeds T; reads it from the device.
     """
     if call.cu_seqlens is None:
         return [b * call.T for b in range(call.B)], [call.T] * call.B
     bounds = call.cu_seqlens.tolist()
-    if bounds[0] != 0:
-        raise ValueError(f"cu_seqlens: expected 0 first, got {bounds[0]}")
+    if bounds[0] < 0:
+        raise ValueError(f"cu_seqlens: expected no negative value, got {bounds[0]} first")
     for n, (begin, end) in enumerate(pairwise(bounds)):
         if end < begin:
             raise ValueError(f"cu_seqlens: expected no decrease, got {begin} and then {end} at index {n + 1}")

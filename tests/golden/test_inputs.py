@@ -12,7 +12,7 @@ from torch import Tensor
 from kda.checks import checked
 from kda.golden import chunk_kda_golden, inputs, rel_rmse
 
-GENERATORS = [inputs.stable, inputs.raw, inputs.collinear, inputs.cancellation_stress]
+GENERATORS = [inputs.stable, inputs.raw, inputs.alike, inputs.collinear, inputs.cancellation_stress]
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -75,6 +75,19 @@ def test_raw_is_the_production_form() -> None:
     assert step.min() >= 1e-3 - 1e-6 and step.max() <= 0.1 + 1e-6
     assert call["lower_bound"] == -5.0
     assert all(call[f"use_{x}_in_kernel"] for x in ("qk_l2norm", "gate", "beta_sigmoid")) and call["allow_neg_eigval"]
+
+
+@pytest.mark.parametrize("cosine", [0.9, 0.999])
+def test_alike_keys_have_the_cosine_asked_for(cosine: float) -> None:
+    call = inputs.alike(1, 50, 2, dtype=torch.float64, cosine=cosine, beta=0.95, positive=False)
+    for name in ("q", "k"):
+        x = call[name][0].transpose(0, 1)
+        pairs = (x @ x.mT)[:, ~torch.eye(50, dtype=torch.bool)]
+        assert (pairs.mean() - cosine).abs() < (1 - cosine) / 4
+    assert (call["beta"] == torch.tensor(0.95)).all() and (call["v"] < 0).any()
+    assert not (inputs.alike(1, 9, 1)["v"] < 0).any()
+    free = inputs.alike(1, 50, 2, dtype=torch.float64, shared_queries=False)["q"][0].transpose(0, 1)
+    assert (free @ free.mT)[:, ~torch.eye(50, dtype=torch.bool)].mean().abs() < 0.1
 
 
 def test_collinear_keys_are_that() -> None:

@@ -78,7 +78,7 @@ def test_edited_cu_seqlens_count() -> None:
 @pytest.mark.parametrize(
     "bounds, message",
     [
-        ([1, 5], "0 first, got 1"),
+        ([-1, 5], "no negative value, got -1 first"),
         ([0, 5, 3], "no decrease, got 5 and then 3 at index 2"),
         ([0, 9], "at most T = 8 last, got 9"),
     ],
