@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from .constants import L2_NORM_EPS, MIN_LOG_DECAY
+from .constants import L2_NORM_EPS, L2_NORM_SHRINK, MIN_LOG_DECAY
 
 
 @dataclass(frozen=True)
@@ -89,4 +89,8 @@ def activate(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, act: Activation, val
 
 def l2_norm(x: Tensor) -> Tensor:
     """x / sqrt(sum(x²) + eps) over the last axis."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_NORM_EPS)
+    squares = x.square().sum(-1, keepdim=True)
+    too_large = squares.isinf()
+    x = x * torch.ones_like(squares).masked_fill(too_large, L2_NORM_SHRINK)
+    eps = torch.full_like(squares, L2_NORM_EPS).masked_fill(too_large, 0.0)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)

@@ -24,7 +24,7 @@ class RecurrentCall(Call):
 
     inplace_final_state: bool = False
     ssm_state_indices: Tensor | None = None  # [N], or [N, S] with one slot per drafted token
-    num_accepted_tokens: Tensor | None = None  # [N], values 1..S
+    num_accepted_tokens: Tensor | None = None  # [N], values 1..S; a sequence of another one starts from no slot
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,22 +33,28 @@ class RecurrentCall(Call):
             raise ValueError("initial_state: expected with ssm_state_indices or inplace_final_state, got None")
         if self.num_accepted_tokens is not None and (slots is None or slots.dim() != 2):
             raise ValueError("num_accepted_tokens: needs ssm_state_indices of shape [N, S]")
-        if slots is not None and slots.dim() == 2 and (self.lengths > slots.shape[1]).any():
-            raise ValueError(f"ssm_state_indices: {slots.shape[1]} slots for a sequence of {self.lengths.max()} tokens")
 
     def start_slots(self) -> Tensor | None:
-        """Pool slot that each sequence starts from `[N]`; 0 and below are null."""
-        slots = self.ssm_state_indices
+        """Pool slot that each sequence starts from `[N]`; 0 for null, which is also what names no slot of the pool."""
+        slots = self._slots()
         if slots is None or slots.dim() == 1:
             return slots
         if self.num_accepted_tokens is None:
             return slots[:, 0]
-        return slots.gather(1, self.num_accepted_tokens.long()[:, None] - 1)[:, 0]
+        accepted, S = self.num_accepted_tokens.long(), slots.shape[1]
+        known = (accepted >= 1) & (accepted <= S)
+        return slots.gather(1, accepted.clamp(1, S)[:, None] - 1)[:, 0].where(known, 0)
 
     def token_slots(self) -> Tensor | None:
         """Pool slot that the state after each token goes to `[N, S]`, where every drafted token has its own."""
+        slots = self._slots()
+        return None if slots is None or slots.dim() == 1 else slots
+
+    def _slots(self) -> Tensor | None:
         slots = self.ssm_state_indices
-        return None if slots is None or slots.dim() == 1 else slots.long()
+        if slots is None or self.initial_state is None:
+            return None
+        return slots.long().where((slots > 0) & (slots < len(self.initial_state)), 0)
 
 
 def recurrent_kda_golden(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -69,7 +75,7 @@ def recurrent_kda_golden(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
     slots, token_slots, lengths = call.start_slots(), call.token_slots(), call.lengths
     if slots is not None:
         live = slots > 0
-        S[live] = pool[slots[live].long()]
+        S[live] = pool[slots[live]]
         lengths = lengths * live
     else:
         S.copy_(pool)
@@ -93,7 +99,7 @@ def recurrent_kda_golden(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
             o[at, h] = _read(state, q[at, h])
             if token_states is not None:
                 token_states[at, h] = state
-            elif token_slots is not None:
+            elif token_slots is not None and t < token_slots.shape[1]:
                 slot = token_slots[order[:n], t]
                 pool[slot[slot > 0], h] = state[slot > 0]
         S[:, h] = states
@@ -108,7 +114,7 @@ def recurrent_kda_golden(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
         final = pool
     elif slots is not None and call.inplace_final_state:
         ran = order[lengths > 0]
-        pool[slots[ran].long()] = final[ran]
+        pool[slots[ran]] = final[ran]
         final = pool
     wanted = call.output_final_state or call.inplace_final_state
     return o.reshape(call.o_shape), call.to_kv(final).contiguous() if wanted else None

@@ -58,9 +58,10 @@ def _sequence_bounds(call: KdaCall) -> list[tuple[int, int]]:
         return [(0, call.T)] * call.N
     cu = call.cu_seqlens.tolist()
     falls = [i for i in range(1, len(cu)) if cu[i] < cu[i - 1]]
-    if cu[0] != 0 or falls or cu[-1] > call.T:
+    if cu[0] < 0 or falls or cu[-1] > call.T:
         where = f" (falls at index {falls[0]})" if falls else ""
-        raise ValueError(f"cu_seqlens: expected 0 first, no decrease, and at most T = {call.T} last, got {cu}{where}")
+        expected = f"0 or more first, no decrease, and at most T = {call.T} last"
+        raise ValueError(f"cu_seqlens: expected {expected}, got {cu}{where}")
     return list(itertools.pairwise(cu))
 
 

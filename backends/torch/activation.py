@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from kda.backends.call import KdaCall, state_dtype
-from kda.golden.constants import L2_NORM_EPS, MIN_LOG_DECAY
+from kda.golden.constants import L2_NORM_EPS, L2_NORM_SHRINK, MIN_LOG_DECAY
 
 from .layout import Piece
 
@@ -49,7 +49,10 @@ def activate(call: KdaCall, piece: Piece, x: Inputs) -> Activated:
         g = _gate(g, x.A_log, x.dt_bias, call.lower_bound)
     g = g.clamp(min=MIN_LOG_DECAY)
     if call.use_beta_sigmoid_in_kernel:
-        beta = torch.sigmoid(beta) * (2.0 if call.allow_neg_eigval else 1.0)
+        # On a CPU in fp64: in fp32 the last elements of a tensor, which don't fill a vector register, have other bits
+        # than those before them, so that a sequence's would depend on its neighbours.
+        wide = beta.double() if beta.device.type == "cpu" else beta
+        beta = torch.sigmoid(wide).to(beta.dtype) * (2.0 if call.allow_neg_eigval else 1.0)
     activated = Activated(q, k, v, g, beta)
     if piece.valid is None:
         return activated
@@ -58,7 +61,13 @@ def activate(call: KdaCall, piece: Piece, x: Inputs) -> Activated:
 
 
 def _l2_norm(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_NORM_EPS)
+    with torch.no_grad():
+        squares = x.square().sum(-1, keepdim=True)
+        too_large = squares.isinf()
+        shrink = torch.ones_like(squares).masked_fill(too_large, L2_NORM_SHRINK)
+        eps = torch.full_like(squares, L2_NORM_EPS).masked_fill(too_large, 0.0)
+    x = x * shrink
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
 def _gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:

@@ -32,5 +32,7 @@ def carry(Aqk: Tensor, qg: Tensor, kg: Tensor, decay: Tensor, w: Tensor, u: Tens
         h.append(S)
         v_new.append(u_c - wS)
         o.append(torch.baddbmm(qS, Aqk_c, v_new[-1]))
-        S = torch.baddbmm(S * decay_c, kg_c, v_new[-1])
+        # A matrix product of rows and columns of one element has other bits for one pair than for several.
+        written = torch.baddbmm if kg_c.shape[2] > 1 else torch.addcmul
+        S = written(S * decay_c, kg_c, v_new[-1])
     return Carried(o, h, v_new, S)

@@ -32,7 +32,7 @@ def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
 
     In place, the states are written to `call.initial_state`, which is what is returned. Else they are new: the final
     ones, a row per sequence, or with `ssm_state_indices` `[N, S]` those after every token, a row per token of the flat
-    batch. Raises ValueError for wrong values of `cu_seqlens`, `ssm_state_indices` or `num_accepted_tokens`.
+    batch. Raises ValueError for wrong values of `cu_seqlens`.
     """
     starts, lengths = sequences(call)
     initial, indices = call.initial_state, call.ssm_state_indices
@@ -88,5 +88,5 @@ def _steps(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) 
     for decayed_t, k_t, decay_t, qk_t, v_t, beta_t in zip(*by_token, strict=True):
         kS, qS = torch.bmm(decayed_t, S).unbind(1)
         delta = beta_t * (v_t - kS)
-        S = (S * decay_t).addcmul_(k_t, delta.unsqueeze(1))
+        S = torch.addcmul(S * decay_t, k_t, delta.unsqueeze(1))
         yield torch.addcmul(qS, qk_t, delta), S

@@ -28,7 +28,8 @@ def walk(call: KdaCall, layout: Layout, states: Tensor, body: Body) -> tuple[dic
     memory stays near that of the inputs, and the forward pass stays in the cache.
     """
     inputs = call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, states
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+    records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    if records and not torch._C._are_functorch_transforms_active():  # torch.func has no checkpoints
         body = partial(checkpoint, body, use_reentrant=False, preserve_rng_state=False)
     results: list[list[dict[str, Tensor]]] = []
     final: list[Tensor] = []

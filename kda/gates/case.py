@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 import kda
 from kda import backends, golden
-from kda.backends.call import PER_TOKEN
+from kda.backends.call import PER_TOKEN, KdaCall, state_dtype
 from kda.checks import checked
+from kda.cli.memory import free_memory
 from kda.golden.compare import Comparison, compare, rel_rmse
 from kda.golden.constants import CHUNK_SIZE
 
@@ -119,11 +120,8 @@ class Run:
 
     def needs_memory(self, gigabytes: int) -> None:
         """Skip the case where the device has less free memory than this."""
-        if self.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.device)[0]
-        else:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if free < gigabytes << 30:
+        free = free_memory(self.device)
+        if free is not None and free < gigabytes << 30:
             raise Skip(f"needs {gigabytes} GiB of free memory on {self.device.type}, has {free >> 30}")
 
     # ---- findings
@@ -193,12 +191,24 @@ def reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def chunked(dtype: torch.dtype, **inputs: Any) -> tuple[Tensor, Tensor]:
     """The golden's chunked form in `dtype`, with its final state."""
+    if isinstance(inputs["q"], FakeTensor):
+        return unknown_results(checked("chunk_kda", **{name: x for name, x in inputs.items() if name != "chunk_size"}))
     return _both(golden.chunk_kda_golden(**{**inputs, "output_final_state": True}, dtype=dtype))
 
 
 def recurrence(**inputs: Any) -> tuple[Tensor, Tensor]:
     """The fp64 token recurrence with its final state."""
+    if isinstance(inputs["q"], FakeTensor):
+        return unknown_results(checked("chunk_kda", **inputs))
     return _both(golden.recurrent_kda_golden(**{**inputs, "output_final_state": True}))
+
+
+def unknown_results(call: KdaCall) -> tuple[Tensor, Tensor]:
+    """What a call returns where tensors have no values (`kda.gates.dry`): o and the state, by their shapes alone."""
+    o = torch.empty_like(call.v)
+    if call.inplace_final_state and call.initial_state is not None:
+        return o, call.initial_state
+    return o, torch.empty(call.N, *call.state_shape, dtype=state_dtype(o.dtype), device=o.device)
 
 
 def _both(result: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:

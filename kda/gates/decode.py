@@ -43,13 +43,14 @@ def decode(run: Run) -> None:
 
 @case("POOL", "a state pool in place: other slots keep their bits")
 def pool(run: Run) -> None:
-    inputs = run.stable(4, 1, 2)
-    buffer = torch.full((8, 2, 128, 144), 7.0, device=run.device)
+    inputs = run.stable(6, 1, 2)
+    buffer = torch.full((8, 2, 128, 144), 7.0, dtype=torch.float32, device=run.device)
     states = buffer[..., :128]  # the slot stride is larger than a state
-    states[:] = 0.1 * torch.randn(8, 2, 128, 128, generator=torch.Generator().manual_seed(1)).to(run.device)
+    states[:] = run.stable(8, 1, 2, initial_state=True, seed=1)["initial_state"]
     states[0] = float("nan")
     before = buffer.clone()
-    indices = torch.tensor([3, 0, 6, -1], dtype=torch.int32, device=run.device)
+    # Null, past the pool, and with another slot's number in the lower 32 bits.
+    indices = torch.tensor([3, 0, 6, -1, 8, 2**32 + 3], device=run.device)
     live = {name: inputs[name][[0, 2]] for name in PER_TOKEN}
     expected_o, expected = recurrence(**live, initial_state=states[[3, 6]])
     o, returned = run.fused_recurrent_kda(
@@ -57,7 +58,7 @@ def pool(run: Run) -> None:
     )
     run.close("o", o[[0, 2]], expected_o, O_LIMIT, borders=[])
     run.close("state", states[[3, 6]], expected, STATE_LIMIT)
-    run.holds("o of null slots", not o[[1, 3]].any(), "o is 0")
+    run.holds("o of null slots", not o[[1, 3, 4, 5]].any(), "o is 0")
     run.holds("returned", returned.data_ptr() == states.data_ptr(), "the caller's own pool is returned")
     untouched = [0, 1, 2, 4, 5, 7]
     run.same_bits("slots not named", buffer[untouched], before[untouched])
@@ -68,7 +69,7 @@ def pool(run: Run) -> None:
 def speculate(run: Run) -> None:
     drafted, accepted = 4, [1, 4, 2]
     inputs = run.stable(3, 2 * drafted, 2)
-    states = 0.1 * torch.randn(14, 2, 128, 128, generator=torch.Generator().manual_seed(2)).to(run.device)
+    states = run.stable(14, 1, 2, initial_state=True, seed=2)["initial_state"]
     slots = torch.arange(1, 13, device=run.device, dtype=torch.int32).view(3, drafted)
     start = states[slots[:, 0].long()].clone()
     keywords = {"initial_state": states, "inplace_final_state": True, "ssm_state_indices": slots}

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from kda import golden
-from kda.gates.case import COLLINEAR_BF16_LIMIT, COLLINEAR_LIMIT, Run, case, recurrence
+from kda.gates.case import COLLINEAR_BF16_LIMIT, COLLINEAR_LIMIT, Inputs, Run, case, recurrence
 
 DECAYS: dict[str, tuple[str, float | str]] = {
     "G-1.5": ("log decay -1.5 throughout", -1.5),
@@ -31,15 +31,36 @@ for _id, (_title, _gate) in DECAYS.items():
     case(_id, _title)(partial(_decay, gate=_gate))
 
 
+@case("ALIKE", "keys that share a direction, one beta for all tokens, hardly any decay")
+def alike(run: Run) -> None:
+    for cosine, beta, T in (
+        (0.9, 0.9, 256),
+        (0.99, 0.95, 300),
+        (0.999, 0.99, 256),
+        (0.999, 0.9, 64),
+        (0.999, 1.0, 512),
+    ):
+        for free in (False, True):
+            inputs = golden.inputs.alike(
+                1, run.cut(T, 64), 2, cosine=cosine, beta=beta, shared_queries=not free, positive=not free,
+                dtype=run.dtype, device=run.device,
+            )  # fmt: skip
+            label = f"cosine {cosine} beta {beta} T {T}{', free queries' if free else ''}"
+            _near_identical(run, inputs, label)
+
+
 @case("COLLINEAR", "near-identical keys, beta near 1, hardly any decay")
 def collinear(run: Run) -> None:
-    inputs = golden.inputs.collinear(1, 512, 2, dtype=run.dtype, device=run.device)
+    _near_identical(run, golden.inputs.collinear(1, 512, 2, dtype=run.dtype, device=run.device), "")
+
+
+def _near_identical(run: Run, inputs: Inputs, label: str) -> None:
     if (run.backend, run.device.type, run.dtype) != ("tilelang", "cuda", torch.bfloat16):
-        run.accuracy(inputs, stable=False, limit=COLLINEAR_LIMIT)
+        run.accuracy(inputs, label, stable=False, limit=COLLINEAR_LIMIT)
         return
     results = zip(("o", "state"), run.chunk_kda(**inputs), recurrence(**inputs), strict=True)
     for what, actual, expected in results:
-        run.close(what, actual, expected, float("inf"), COLLINEAR_BF16_LIMIT)
+        run.close(f"{label} {what}".strip(), actual, expected, float("inf"), COLLINEAR_BF16_LIMIT)
 
 
 @case("CANCEL", "the worst cancellation in u - wS of 64 random rescalings")
@@ -56,6 +77,10 @@ def l2norm(run: Run) -> None:
     difference = (on.float() - off.float()).abs().max().item()
     run.holds("on against off", difference > 1e-4, f"largest difference {difference:.2e}, expected more than 1e-4")
     run.accuracy({**inputs, "use_qk_l2norm_in_kernel": True}, "on", stable=False)
+    large = torch.ones(200, 1, 1, device=run.device).index_fill_(0, torch.arange(0, 200, 7, device=run.device), 1e20)
+    if run.dtype != torch.float16:  # its numbers end at 65504, whose squares fp32 can add up
+        huge = {name: (inputs[name].float() * large).to(run.dtype) for name in ("q", "k")}
+        run.accuracy({**inputs, **huge, "use_qk_l2norm_in_kernel": True}, "squares beyond fp32", stable=False)
     run.accuracy({**inputs, "use_qk_l2norm_in_kernel": False}, "off")
 
 

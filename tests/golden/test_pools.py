@@ -109,5 +109,30 @@ def test_unmatched_arguments_are_refused() -> None:
         recurrent_kda_golden(**made, inplace_final_state=True)
     with pytest.raises(ValueError, match="num_accepted_tokens: needs"):
         recurrent_kda_golden(**call(), num_accepted_tokens=torch.ones(5, dtype=torch.int32))
-    with pytest.raises(ValueError, match="3 slots for a sequence of 4 tokens"):
-        recurrent_kda_golden(**call(), ssm_state_indices=torch.ones(5, 3, dtype=torch.int32))
+
+
+def test_what_names_no_slot_is_null() -> None:
+    """Indices past the pool, or of 64 bits with a slot's number in the lower 32, and counts out of 1..S."""
+    made = call()
+    pool, known = made["initial_state"], torch.tensor([1, 2, 3, 4, 5])
+    wrong = torch.tensor([1, SLOTS, 2**32 + 3, -1, 5])
+    counts = torch.tensor([1, 2, 0, 5, 1])
+    drafts = known[:, None].repeat(1, 4)
+    for slots in ({"ssm_state_indices": wrong}, {"ssm_state_indices": drafts, "num_accepted_tokens": counts}):
+        o, states = recurrent_kda_golden(**made, **slots)
+        live = [0, 4] if "num_accepted_tokens" not in slots else [0, 1, 4]
+        for n, part in enumerate(o[0, : sum(LENGTHS)].split(LENGTHS)):
+            close(part, alone(made, n, pool[known[n]])[0] if n in live else torch.zeros_like(part))
+        if states.shape[0] == len(LENGTHS):
+            assert not states[1:4].any()
+
+
+def test_tokens_past_the_last_slot_leave_no_state() -> None:
+    made = call(ssm_state_indices=torch.arange(1, 11).view(5, 2), inplace_final_state=True)
+    pool = made["initial_state"].clone()
+    o, after = recurrent_kda_golden(**made)
+    for n, length in enumerate(LENGTHS):
+        for t in range(min(length, 2)):
+            close(after[1 + 2 * n + t], alone(made, n, pool[1 + 2 * n], t + 1)[1])
+    close(o[0, 4:8], alone(made, 3, pool[7])[0])
+    torch.testing.assert_close(after[11:], pool[11:].double(), rtol=0, atol=0)

@@ -17,6 +17,9 @@ LENGTHS = [3, 0, 2, 3, 1, 1]
 SLOTS = torch.tensor([[7, 3, 12], [9, 15, 2], [0, 5, 6], [4, 0, 10], [-1, 11, 13], [16, 17, 18]])
 """Sequence 1 is empty; 2 and 4 start from null slots unless they have accepted a token more; 3 has one later on."""
 
+BEYOND = torch.where(SLOTS == 9, 19, torch.where(SLOTS == 16, 2**32 + 3, torch.where(SLOTS == 5, 2**40, SLOTS)))
+"""SLOTS with some that are not of the pool, or only in their lower 32 bits."""
+
 
 def _stable(*sizes: int, **options: Any) -> Call:
     return inputs.stable(*sizes, dtype=torch.float32, **options)
@@ -69,6 +72,19 @@ CALLS: dict[str, Callable[[], Call]] = {
     "null slots of 64 bits": lambda: _pooled(
         ssm_state_indices=torch.where(SLOTS < 1, 1 - 2**32, SLOTS), inplace_final_state=True
     ),
+    "slots past the pool": lambda: _pooled(ssm_state_indices=BEYOND[:, 0], inplace_final_state=True),
+    "drafts with slots past the pool": lambda: _pooled(ssm_state_indices=BEYOND, inplace_final_state=True),
+    "counts out of range": lambda: _pooled(
+        ssm_state_indices=SLOTS, num_accepted_tokens=torch.tensor([4, 1, 0, 2**32 + 1, -1, 3]), inplace_final_state=True
+    ),
+    "more tokens than slots": lambda: _pooled(ssm_state_indices=SLOTS[:, :2].contiguous(), inplace_final_state=True),
+    "more tokens than slots, new states": lambda: _pooled(ssm_state_indices=SLOTS[:, :2].contiguous()),
+    "padding before the first sequence": lambda: (
+        lambda call: call | {"cu_seqlens": call["cu_seqlens"] + 2}
+    )(_pooled(ssm_state_indices=SLOTS)),
+    "rows whose squares are beyond fp32": lambda: (
+        lambda call: call | {"q": call["q"] * 1e20, "k": torch.cat([call["k"][:, :1] * 1e30, call["k"][:, 1:]], 1)}
+    )(_raw(2, 3, 1, 64, initial_state=True)),
     "negative views": lambda: (lambda call: call | {n: torch._neg_view(call[n]) for n in ("q", "initial_state")})(
         _stable(1, 2, 1, 64, initial_state=True)
     ),
@@ -113,7 +129,7 @@ def check(name: str, backend: str, limit: float, device: str = "cpu", dtype: tor
 def _named(pool: Tensor, indices: Tensor) -> Tensor:
     """Which slots of the pool the indices name."""
     named = torch.zeros(len(pool), dtype=torch.bool, device=pool.device)
-    named[indices[indices > 0].long()] = True
+    named[indices[(indices > 0) & (indices < len(pool))].long()] = True
     return named
 
 

@@ -97,3 +97,11 @@ def test_inplace_state_under_no_grad() -> None:
     with torch.no_grad():
         call = checked("fused_recurrent_kda", **arguments)
     assert call.initial_state is arguments["initial_state"]
+
+
+def test_a_pool_of_inference_mode_is_written_inside_of_it_alone() -> None:
+    with torch.inference_mode():
+        arguments = pool()
+        checked("fused_recurrent_kda", **arguments)
+    with pytest.raises(ValueError, match=r"^initial_state: .*, got one of torch\.inference_mode\(\)"):
+        checked("fused_recurrent_kda", **arguments)

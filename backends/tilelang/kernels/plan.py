@@ -68,8 +68,8 @@ def plan(*, HV: int, V: int, dtype: str, cu_dtype: str) -> Any:
     are outputs, owner and order int32.
 
     owner[s] becomes the sequence that owns entry s, or UNUSED; order the sequences from the longest on (equal
-    ones as they come; beyond _MAX_ORDERED, all as they come). Rows of o past cu_seqlens[N] are padding and become 0; no
-    other row is touched.
+    ones as they come; beyond _MAX_ORDERED, all as they come). Rows of o before cu_seqlens[0] and from cu_seqlens[N] on
+    are padding and become 0; no other row is touched.
     """
     N1, S, L = T.dynamic("N1, S, L")
 
@@ -86,13 +86,15 @@ def plan(*, HV: int, V: int, dtype: str, cu_dtype: str) -> Any:
             if block < N1:
                 bos = T.cast(cu_seqlens[block], "int32")
                 eos = T.cast(cu_seqlens[T.min(block + 1, N1 - 1)], "int32")
-                first = bos // CHUNK_SIZE + block
+                lead = T.if_then_else(block == 0, bos // CHUNK_SIZE, 0)  # entries before the first sequence's
+                first = bos // CHUNK_SIZE + block - lead
                 owned = T.if_then_else(block < N1 - 1, eos // CHUNK_SIZE + block + 1, S) - first
                 for i in T.serial(T.ceildiv(owned, _THREADS)):
                     for t in T.Parallel(_THREADS):
-                        if i * _THREADS + t < owned:
-                            owner[first + i * _THREADS + t] = T.if_then_else(
-                                i * _THREADS + t < T.ceildiv(eos - bos, CHUNK_SIZE), block, UNUSED
+                        nth = i * _THREADS + t - lead
+                        if nth + lead < owned:
+                            owner[first + lead + nth] = T.if_then_else(
+                                T.And(nth >= 0, nth < T.ceildiv(eos - bos, CHUNK_SIZE)), block, UNUSED
                             )
                 if block < N1 - 1:
                     ordered = N1 - 1 <= _MAX_ORDERED
@@ -108,9 +110,13 @@ def plan(*, HV: int, V: int, dtype: str, cu_dtype: str) -> Any:
                     T.reduce_sum(longer, rank, dim=1)
                     order[T.if_then_else(ordered, rank[0], block)] = block
             else:
-                clear = T.cast(cu_seqlens[N1 - 1], "int32") + block - N1
-                for i in T.serial(T.ceildiv(T.max(L - clear, 0), _CLEARING_BLOCKS)):
+                # Of the padding's rows, counted from the one behind all sequences on, every _CLEARING_BLOCKS-th.
+                begin = T.cast(cu_seqlens[0], "int32")
+                end = T.cast(cu_seqlens[N1 - 1], "int32")
+                for i in T.serial(T.ceildiv(T.max(L - end + begin - (block - N1), 0), _CLEARING_BLOCKS)):
+                    nth = block - N1 + i * _CLEARING_BLOCKS
+                    row = T.if_then_else(nth < L - end, end + nth, nth - (L - end))
                     for h, c in T.Parallel(HV, V):
-                        o[0, clear + i * _CLEARING_BLOCKS, h, c] = 0
+                        o[0, row, h, c] = 0
 
     return kda_plan

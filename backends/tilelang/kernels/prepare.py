@@ -11,7 +11,7 @@ in (dtype; B = 1 in the varlen form):
     q, k [B, T, H, K]   v [B, T, HV, V]   g [B, T, HV, K]   beta [B, T, HV]   A_log [HV], dt_bias [HV * K] fp32
 out: qg, kg, w, u and Aqk in table [entries, HV, 64, width] (chunk_table.py), decay [entries, HV, K] fp32
 
-Aqk and Akk: see scores.py; the inverse: see inverse.py. Assumes Σ_c q² and Σ_c k² of a row to be finite in fp32.
+Aqk and Akk: see scores.py; the inverse: see inverse.py.
 
 Precision. Operands of Aqk and Akk are unit rows times factors <= 1 in fp16, at every 16-bit dtype: they fit it, and it
 rounds eight times finer than bf16. Norms, scale and beta join in fp32 afterwards. Ainv enters w and u as a sum of

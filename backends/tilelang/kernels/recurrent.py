@@ -12,16 +12,18 @@ in: q, k [B, T, H, K]   v [B, T, HV, V]   g [B, T, HV, K]   beta [B, T, HV]   A_
 out: o [B, T, HV, V], every row: 0 for padding and for sequences that start from a null slot
     states: into initial_state itself, or final_state fp32, a row per sequence, or per token with indices [N, S]
 
-Assumes that no slot is named twice, and bounds and indices in range; slots <= 0 are null and never touched.
+Assumes that no slot is named twice, and bounds in range. Slots outside 1 .. slots - 1 are null and never touched, and
+so is what a count outside 1 .. S or a token past S would name.
 """
 
 from typing import Any
 
 import tilelang.language as T
 
-from kda.golden.constants import L2_NORM_EPS
+from kda.golden.constants import L2_NORM_EPS, L2_NORM_SHRINK
 
 from .activation import log2_gate, rate, sigmoid
+from .rows import LARGEST
 from .state import load_state, state_tensor, store_state
 
 THREADS = 128
@@ -29,9 +31,9 @@ ROW_THREADS = 8
 """Threads that share a column of the state in V-first memory: with four channels each they read 128 bytes of it."""
 
 
-def _slot(index: Any) -> Any:
-    """An index in int32, and 0 for any null one: of 64 bits the lower 32 may be another slot's."""
-    return T.cast(T.max(index, 0), "int32")
+def _slot(index: Any, slots: Any) -> Any:
+    """An index in int32, and 0 for any that names no slot: of 64 bits the lower 32 may be another slot's."""
+    return T.cast(T.if_then_else(T.And(index > 0, index < slots), index, T.cast(0, index.dtype)), "int32")
 
 
 def state_fragment(block_V: int, K: int, state_v_first: bool) -> Any:
@@ -137,7 +139,7 @@ def fused_recurrent(
             dense = (4 * quads, state[1] * state[2], state[2], 1) if not gaps else None
             strides = (slot_stride, head_stride, row_stride, column_stride) if gaps else dense
             initial_state = T.StridedTensor((slots, *state), strides, f32, data=initial_state.data)
-        # One more sequence than there are in the varlen form: the padding behind them.
+        # One more sequence than there are in the varlen form: the padding behind and before them.
         with T.Kernel((N1 if varlen else B) * HV * tiles, threads=THREADS) as block:
             column = block % tiles * block_V
             hv = block // tiles % HV
@@ -148,8 +150,12 @@ def fused_recurrent(
             bos = T.alloc_var("int32")
             length = T.alloc_var("int32")
             start = T.alloc_var("int32")  # slot; a call without slots has rows instead, and none of them is null
+            lead = T.alloc_var("int32")  # padding before the first sequence, for the block that has all of it
+            lead = 0
             if varlen:
                 batch = 0
+                if n == sequences:
+                    lead = T.cast(cu_seqlens[0], "int32")
                 bos = T.cast(cu_seqlens[n], "int32")
                 length = T.if_then_else(n < sequences, T.cast(cu_seqlens[T.min(n + 1, sequences)], "int32"), L) - bos
             else:
@@ -160,10 +166,13 @@ def fused_recurrent(
             if slot_dtype is not None:
                 start = 0
             if n < sequences:
-                if slots_per_token:
-                    start = _slot(indices[n, T.cast(accepted[n], "int32") - 1 if accepted_dtype is not None else 0])
+                if accepted_dtype is not None:
+                    if T.And(accepted[n] >= 1, accepted[n] <= S):
+                        start = _slot(indices[n, T.cast(accepted[n], "int32") - 1], slots)
+                elif slots_per_token:
+                    start = _slot(indices[n, 0], slots)
                 elif slot_dtype is not None:
-                    start = _slot(indices[n])
+                    start = _slot(indices[n], slots)
 
             tile = T.alloc_fragment((block_V, K), f32)
             product = T.alloc_fragment((block_V, K), f32)
@@ -180,6 +189,8 @@ def fused_recurrent(
 
             slot = T.alloc_var("int32")
             b = T.alloc_var(f32)
+            k_eps = T.alloc_var(f32)
+            q_eps = T.alloc_var(f32)
             if T.And(n < sequences, start >= (1 if slot_dtype is not None else 0)):
                 if has_initial_state:
                     load_state(initial_state, start, hv, column, state_v_first, tile)
@@ -200,6 +211,22 @@ def fused_recurrent(
                     T.reduce_sum(rows, sums, dim=1)
                     for x in T.Parallel(4):
                         sums_s[x] = sums[x]
+                    if use_qk_l2norm:
+                        k_eps = L2_NORM_EPS
+                        q_eps = L2_NORM_EPS
+                        if T.Or(sums_s[0] > LARGEST, sums_s[1] > LARGEST):  # rare: rows that fp32 can square in place
+                            k_eps = T.if_then_else(sums_s[0] > LARGEST, 0.0, k_eps)
+                            q_eps = T.if_then_else(sums_s[1] > LARGEST, 0.0, q_eps)
+                            for j in T.Parallel(K):
+                                k_s[j] = k_s[j] * T.if_then_else(sums_s[0] > LARGEST, L2_NORM_SHRINK, 1.0)
+                                q_s[j] = q_s[j] * T.if_then_else(sums_s[1] > LARGEST, L2_NORM_SHRINK, 1.0)
+                            for x, j in T.Parallel(4, K):
+                                rows[x, j] = T.if_then_else(x == 1, q_s[j], k_s[j]) * T.if_then_else(
+                                    x == 0, k_s[j], q_s[j]
+                                )
+                            T.reduce_sum(rows, sums, dim=1)
+                            for x in T.Parallel(4):
+                                sums_s[x] = sums[x]
                     for i, j in T.Parallel(block_V, K):
                         product[i, j] = tile[i, j] * (a_s[j] * k_s[j])
                     T.reduce_sum(product, read_k, dim=1)
@@ -207,8 +234,8 @@ def fused_recurrent(
                         product[i, j] = tile[i, j] * (a_s[j] * q_s[j])
                     T.reduce_sum(product, read_q, dim=1)
                     # The norms join where a row meets nothing but numbers: kk, qq and qk are sums[0], [1] and [2].
-                    k_factor = T.rsqrt(sums_s[0] + L2_NORM_EPS) if use_qk_l2norm else 1.0
-                    q_factor = scale * (T.rsqrt(sums_s[1] + L2_NORM_EPS) if use_qk_l2norm else 1.0)
+                    k_factor = T.rsqrt(sums_s[0] + k_eps) if use_qk_l2norm else 1.0
+                    q_factor = scale * (T.rsqrt(sums_s[1] + q_eps) if use_qk_l2norm else 1.0)
                     b = T.cast(beta[batch, bos + t, hv], f32)
                     if use_beta_sigmoid:
                         b = (2.0 if allow_neg_eigval else 1.0) * sigmoid(b)
@@ -221,7 +248,9 @@ def fused_recurrent(
                     for i, j in T.Parallel(block_V, K):
                         tile[i, j] = tile[i, j] * a_s[j] + k_s[j] * delta[i]
                     if slots_per_token and inplace:
-                        slot = _slot(indices[n, t])
+                        slot = 0
+                        if t < S:
+                            slot = _slot(indices[n, t], slots)
                         if slot > 0:
                             store_state(tile, initial_state, slot, hv, column, state_v_first)
                     if slots_per_token and has_final_state:
@@ -233,11 +262,12 @@ def fused_recurrent(
                     store_state(tile, final_state, n, hv, column, state_v_first)
             else:
                 T.clear(tile)
-                for t in T.serial(length):
+                for t in T.serial(lead + length):
+                    row = T.if_then_else(t < lead, t, bos + t - lead)
                     for i in T.Parallel(block_V):
-                        o[batch, bos + t, hv, column + i] = 0
+                        o[batch, row, hv, column + i] = 0
                     if slots_per_token and has_final_state:
-                        store_state(tile, final_state, batch * L + bos + t, hv, column, state_v_first)
+                        store_state(tile, final_state, batch * L + row, hv, column, state_v_first)
                 if has_final_state and not slots_per_token:  # noqa: SIM102
                     if n < sequences:
                         store_state(tile, final_state, n, hv, column, state_v_first)

@@ -5,9 +5,11 @@ from typing import Any
 import tilelang.language as T
 
 from kda.golden.constants import CHUNK_SIZE as C
-from kda.golden.constants import L2_NORM_EPS
+from kda.golden.constants import L2_NORM_EPS, L2_NORM_SHRINK
 
 _TINY = 1e-30
+LARGEST = 3e38
+"""A sum of squares beyond this is infinite, or nearly so."""
 
 
 @T.macro
@@ -18,9 +20,15 @@ def load_rows(source: Any, t0: Any, rows: Any, head: Any, tile: Any):
 
 
 @T.macro
-def _row_dots(x: Any, y: Any, product: Any, total: Any):
+def _row_squares(x: Any, product: Any, total: Any, shrink: Any):
+    """total [64] = Σ (shrink x)² of each row; shrink [64] is 1, or L2_NORM_SHRINK where Σ x² is beyond fp32."""
     for i, c in T.Parallel(*x.shape):
-        product[i, c] = T.cast(x[i, c], "float32") * T.cast(y[i, c], "float32")
+        product[i, c] = T.cast(x[i, c], "float32") * T.cast(x[i, c], "float32")
+    T.reduce_sum(product, total, dim=1)
+    for i in T.Parallel(C):
+        shrink[i] = T.if_then_else(total[i] > LARGEST, L2_NORM_SHRINK, 1.0)
+    for i, c in T.Parallel(*x.shape):
+        product[i, c] = (T.cast(x[i, c], "float32") * shrink[i]) * (T.cast(x[i, c], "float32") * shrink[i])
     T.reduce_sum(product, total, dim=1)
 
 
@@ -36,26 +44,30 @@ def unit_rows(
     q_in = T.alloc_fragment(q_s.shape, q.dtype)
     k_in = T.alloc_fragment(k_s.shape, k.dtype)
     product = T.alloc_fragment(q_s.shape, "float32")
+    q_shrink = T.alloc_fragment((C,), "float32")
+    k_shrink = T.alloc_fragment((C,), "float32")
     qq = T.alloc_fragment((C,), "float32")
     kk = T.alloc_fragment((C,), "float32")
     qk = T.alloc_fragment((C,), "float32")
     load_rows(q, t0, rows, head, q_in)
     load_rows(k, t0, rows, head, k_in)
-    _row_dots(q_in, q_in, product, qq)
-    _row_dots(k_in, k_in, product, kk)
-    _row_dots(q_in, k_in, product, qk)
+    _row_squares(q_in, product, qq, q_shrink)
+    _row_squares(k_in, product, kk, k_shrink)
+    for i, c in T.Parallel(*q_s.shape):
+        product[i, c] = (T.cast(q_in[i, c], "float32") * q_shrink[i]) * (T.cast(k_in[i, c], "float32") * k_shrink[i])
+    T.reduce_sum(product, qk, dim=1)
     for i in T.Parallel(C):
         if q_norm is None:
-            qq[i] = T.rsqrt(qq[i] + L2_NORM_EPS)
-            kk[i] = T.rsqrt(kk[i] + L2_NORM_EPS)
+            qq[i] = T.rsqrt(qq[i] + T.if_then_else(q_shrink[i] < 1.0, 0.0, L2_NORM_EPS))
+            kk[i] = T.rsqrt(kk[i] + T.if_then_else(k_shrink[i] < 1.0, 0.0, L2_NORM_EPS))
             q_dot_k[i] = qk[i] * (qq[i] * kk[i])
         else:
-            q_norm[i] = T.sqrt(qq[i])
-            k_norm[i] = T.sqrt(kk[i])
+            q_norm[i] = T.sqrt(qq[i]) / q_shrink[i]
+            k_norm[i] = T.sqrt(kk[i]) / k_shrink[i]
             qq[i] = T.rsqrt(T.max(qq[i], _TINY))
             kk[i] = T.rsqrt(T.max(kk[i], _TINY))
-            q_dot_k[i] = qk[i]
+            q_dot_k[i] = qk[i] / q_shrink[i] / k_shrink[i]
     for i, c in T.Parallel(*q_s.shape):
-        q_s[i, c] = T.cast(q_in[i, c], "float32") * qq[i]
+        q_s[i, c] = (T.cast(q_in[i, c], "float32") * q_shrink[i]) * qq[i]
     for i, c in T.Parallel(*k_s.shape):
-        k_s[i, c] = T.cast(k_in[i, c], "float32") * kk[i]
+        k_s[i, c] = (T.cast(k_in[i, c], "float32") * k_shrink[i]) * kk[i]

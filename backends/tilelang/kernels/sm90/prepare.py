@@ -7,8 +7,8 @@ lane K/32 adjacent channels of it, so that sums along time stay in registers and
     gates first, then q, k, v by TMA -> decays and norms -> Aqk and Akk (scores_pivoted, or scores_bisected for decays
     that are beyond its pivots) -> Ainv (inverse) -> w, in place of q's operand, and u, in place of v
 
-Ainv diag(beta) is rounded to the dtype. In bf16, u takes what that loses as a second matrix, since an error of u
-carries over to the state; w does without, unlike prepare.py's.
+Ainv diag(beta) is a sum of two matrices of the dtype: where keys are alike, what one of them loses is the same for
+every token, and adds up in the state. In fp16, the scores' operands are fp16 too where decays are mild.
 
 Shared memory: 75 KiB, so that three blocks fit a multiprocessor. Automatic barriers are off (they would be five times
 as many); every barrier stands here or in a macro, and only {k0_s, k1_s} and {aqk_s, below_s, akk_s, inverse_s}, which
@@ -22,11 +22,12 @@ import tilelang.language as T
 from tilelang import PassConfigKey
 
 from kda.golden.constants import CHUNK_SIZE as C
-from kda.golden.constants import L2_NORM_EPS
+from kda.golden.constants import L2_NORM_EPS, L2_NORM_SHRINK
 from kda.golden.constants import SUB_BLOCK as SUB
 
 from ...chunk_table import columns
 from ..plan import chunk
+from ..rows import LARGEST
 from ..scores import HALF
 from .activation import LOG2E, gate_bias, gate_factor, log2_decay, sigmoid, widen
 from .inverse import inverse_times_beta, invert_diagonal_blocks
@@ -35,6 +36,11 @@ from .scores_pivoted import make_pivoted_scores
 
 PIVOT_RANGE = 80.0 * LOG2E
 """log2 of what 16 tokens may decay by. A gate in [-5, 0) can't exceed it."""
+
+F16_MAX = 65504.0
+
+MILD = 3.0
+"""log2 of what 16 tokens may decay by for operands of fp16, which has fewer exponents than bf16 and more bits."""
 
 RESIDENT = 3 * 132
 """Blocks that an H100 or H200 runs at a time: so far ahead lies the block that will follow on this multiprocessor."""
@@ -83,7 +89,8 @@ def prepare(
     owner_t = T.Tensor((entries,), "int32") if varlen else None
     seq_len_t = None if varlen else T.int32
     line = 128 * 8 // (32 if g_dtype == f32 else 16)  # elements of g in a cache line
-    pivoted_scores = make_pivoted_scores(K, dtype, use_qk_l2norm)
+    pivoted_scores = make_pivoted_scores(K, dtype, bf16, use_qk_l2norm)
+    mild_scores = make_pivoted_scores(K, dtype, f16, use_qk_l2norm) if dtype == f16 else None
     bisected_scores = make_bisected_scores(K, dtype, g_dtype, use_gate, use_qk_l2norm, PIVOT_RANGE)
 
     @T.prim_func
@@ -222,17 +229,37 @@ def prepare(
                     widen(raw_row, row)
                     for i in T.unroll(8):
                         square = square + row[i] * row[i]
-                norm_s[warp, lane // SUB, lane % SUB] = T.rsqrt(square + L2_NORM_EPS) * T.if_then_else(
-                    lane < SUB, scale, 1.0
+                shrink = T.alloc_var(f32)
+                shrink = 1.0
+                if square > LARGEST:  # rare: the sum once more, of a row that fp32 can square
+                    raw_large = T.alloc_local((8,), dtype)
+                    large = T.alloc_local((8,), f32)
+                    shrink = L2_NORM_SHRINK
+                    square = -L2_NORM_EPS  # which is added below
+                    for j in T.unroll(K // 8, unroll_factor=1):
+                        for i in T.vectorized(8):
+                            raw_large[i] = x_in[half, lane // SUB * HALF + row0 + lane % SUB, j * 8 + i]
+                        widen(raw_large, large)
+                        for i in T.unroll(8):
+                            square = square + (large[i] * shrink) * (large[i] * shrink)
+                norm_s[warp, lane // SUB, lane % SUB] = (
+                    shrink * T.rsqrt(square + L2_NORM_EPS) * T.if_then_else(lane < SUB, scale, 1.0)
                 )
             strong = T.alloc_var("int32")
+            rough = T.alloc_var("int32")
             strong = 0
-            if bounded_gate:
-                T.sync_threads()
-            else:
+            rough = 0
+            if dtype == f16:
+                rough = T.if_then_else(scale * (1.0 if use_qk_l2norm else F16_MAX) * 2.0**MILD < F16_MAX, 0, 1)
+                for c in T.unroll(NV):
+                    rough = T.if_then_else(sub_total[c] < -MILD, 1, rough)
+                rough = T.syncthreads_or(rough)
+            if not bounded_gate:
                 for c in T.unroll(NV):
                     strong = T.if_then_else(sub_total[c] < -PIVOT_RANGE, 1, strong)
                 strong = T.syncthreads_or(strong)
+            elif dtype == bf16:
+                T.sync_threads()
             if warp == 3:
                 last = T.alloc_local((NV,), f32)
                 for c in T.unroll(NV):
@@ -248,6 +275,12 @@ def prepare(
                     g, t0, rows, hv, entry, dt_bias, factor, scale,
                     x_in, norm_s, total_s, k0_s, k1_s, c0, c1, table, at.kg,
                 )  # fmt: skip
+            elif dtype == f16 and rough == 0:
+                k0_h = T.view(k0_s, dtype=f16)
+                k1_h = T.view(k1_s, dtype=f16)
+                mild_scores(
+                    log2_a, sub_total, hv, entry, scale, x_in, x_in, norm_s, total_s, k0_h, k1_h, c0, c1, table, at.kg
+                )
             else:
                 pivoted_scores(
                     log2_a, sub_total, hv, entry, scale, x_s, x_in, norm_s, total_s, k0_s, k1_s, c0, c1, table, at.kg
@@ -295,14 +328,16 @@ def prepare(
             T.sync_threads()
             ainv_0 = T.alloc_fragment((C, HALF), dtype)
             ainv_1 = T.alloc_fragment((C, HALF), dtype)
-            rest_0 = T.alloc_fragment((C, HALF), bf16) if dtype == bf16 else None
-            rest_1 = T.alloc_fragment((C, HALF), bf16) if dtype == bf16 else None
+            rest_0 = T.alloc_fragment((C, HALF), dtype)
+            rest_1 = T.alloc_fragment((C, HALF), dtype)
             inverse_times_beta(inverse_s, akk_s, beta_s, (ainv_0, ainv_1), (rest_0, rest_1))
 
             # ---- M3: wy. w over the rows of q, u over v
             w_f = T.alloc_fragment((C, K), f32)
             T.wgmma_gemm(ainv_0, x_in[0, HALF:C, :], w_f, clear_accum=True)
             T.wgmma_gemm(ainv_1, x_in[1, HALF:C, :], w_f)
+            T.wgmma_gemm(rest_0, x_in[0, HALF:C, :], w_f)
+            T.wgmma_gemm(rest_1, x_in[1, HALF:C, :], w_f)
             T.wait_wgmma(0)
             for i, j in T.Parallel(C, K):
                 x_in[i // HALF, i % HALF, j] = T.cast(w_f[i, j], dtype)
@@ -311,9 +346,8 @@ def prepare(
             T.mbarrier_wait_parity(v_ready, 0)
             T.wgmma_gemm(ainv_0, v_s[0:HALF, :], u_f, clear_accum=True)
             T.wgmma_gemm(ainv_1, v_s[HALF:C, :], u_f)
-            if dtype == bf16:
-                T.wgmma_gemm(rest_0, v_s[0:HALF, :], u_f)
-                T.wgmma_gemm(rest_1, v_s[HALF:C, :], u_f)
+            T.wgmma_gemm(rest_0, v_s[0:HALF, :], u_f)
+            T.wgmma_gemm(rest_1, v_s[HALF:C, :], u_f)
             T.wait_wgmma(0)
             T.fence_proxy_async()
             T.sync_threads()

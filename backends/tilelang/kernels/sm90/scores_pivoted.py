@@ -4,7 +4,7 @@ Rows 32 p .. 32 p + 31, the half p, have as pivot P_p the decay up to the middle
 of two:  exp(G_i - G_j) = exp(G_i - P_p) exp(P_p - G_j).  Both exponents stay below 80 nats, what bf16 has room for. The
 product of a half takes 32 rows of q over 32 rows of k, so that no tensor core works in vain. In bf16, times the
 whole power exp(P_p), pivoted operands become qg and k exp(G) without another rounding; in fp16, qg is made from fp32,
-and k exp(G) keeps the 8 bits of its pivoted form.
+and k exp(G) keeps the bits of its pivoted form: 8 of bf16, or 11 where the decays are mild enough for fp16 operands.
 """
 
 from typing import Any
@@ -23,15 +23,15 @@ BATCH = 8
 """Rows after which the loop's code repeats: unrolled over all 16, three blocks starve for instructions."""
 
 
-def make_pivoted_scores(K: int, dtype: str, use_qk_l2norm: bool) -> Any:
+def make_pivoted_scores(K: int, dtype: str, operand: str, use_qk_l2norm: bool) -> Any:
     """Macro for four warps: fills c0 [64, 32] and c1 [64, 64] (of a half of the chunk, 32 rows of q over 32 rows of k,
     times the columns up to the half's end), writes qg and kg, and leaves k exp(G) in the k rows of x_in.
 
     log2_a [16 K/32] are the log2 decays of the thread's 16 tokens and K/32 channels, which are used up, and sub_total
-    [K/32] their sums.
+    [K/32] their sums. x_s, k0_s and k1_s hold elements of `operand`, and x_s is the memory of x_in.
     """
     NV = K // 32
-    f32, bf16 = "float32", "bfloat16"
+    f32 = "float32"
 
     @T.macro
     def pivoted_scores(
@@ -54,8 +54,8 @@ def make_pivoted_scores(K: int, dtype: str, use_qk_l2norm: bool) -> Any:
         to_1 = T.alloc_local((NV,), f32)
         to_last = T.alloc_local((NV,), f32)
         leave = T.alloc_local((2, NV), f32)  # exp(P) in two steps, lest it underflow where exp(G) doesn't
-        leave0 = T.alloc_local((NV,), bf16)
-        leave1 = T.alloc_local((NV,), bf16)
+        leave0 = T.alloc_local((NV,), operand)
+        leave1 = T.alloc_local((NV,), operand)
         for i in T.unroll(4):
             for c in T.vectorized(NV):
                 total[i, c] = total_s[i, ch + c]
@@ -79,9 +79,9 @@ def make_pivoted_scores(K: int, dtype: str, use_qk_l2norm: bool) -> Any:
             leave[0, c] = T.exp2(pivot[c] - T.nearbyint(before[c]))
             leave[1, c] = T.exp2(T.nearbyint(before[c]))
         for c in T.vectorized(NV):
-            leave0[c] = T.cast(leave[0, c], bf16)
+            leave0[c] = T.cast(leave[0, c], operand)
         for c in T.vectorized(NV):
-            leave1[c] = T.cast(leave[1, c], bf16)
+            leave1[c] = T.cast(leave[1, c], operand)
 
         # ---- operands, over the rows that they come from
         raw_q = T.alloc_local((ROWS * NV,), dtype)
@@ -92,7 +92,7 @@ def make_pivoted_scores(K: int, dtype: str, use_qk_l2norm: bool) -> Any:
         k_norm = T.alloc_local((ROWS,), f32)
         k_pivoted = T.alloc_local((NV,), f32)
         k_left = T.alloc_local((ROWS, NV), f32)  # k, decayed up to the sub-block's end
-        row_b = T.alloc_local((NV,), bf16)
+        row_b = T.alloc_local((NV,), operand)
         for batch in T.unroll(SUB // BATCH, unroll_factor=1):
             for n in T.unroll(BATCH // ROWS):
                 for r in T.unroll(ROWS):
@@ -117,14 +117,14 @@ def make_pivoted_scores(K: int, dtype: str, use_qk_l2norm: bool) -> Any:
                         k_left[r, c] = xk[r * NV + c] * T.exp2(log2_end[c] - log2_g[c])
                         k_pivoted[c] = xk[r * NV + c] * T.exp2(log2_g[c])
                     for c in T.vectorized(NV):
-                        row_b[c] = T.cast(k_pivoted[c], bf16)
+                        row_b[c] = T.cast(k_pivoted[c], operand)
                     for c in T.vectorized(NV):
                         x_s[half, HALF + row0 + row, ch + c] = row_b[c]
                     for c in T.vectorized(NV):
-                        row_b[c] = T.cast(xq[r * NV + c], bf16)
+                        row_b[c] = T.cast(xq[r * NV + c], operand)
                     for c in T.vectorized(NV):
                         x_s[half, row0 + row, ch + c] = row_b[c]
-                    if dtype == bf16:
+                    if dtype == operand == "bfloat16":
                         for c in T.vectorized(NV):
                             table[entry, hv, warp * SUB + row, ch + c] = row_b[c] * leave0[c] * leave1[c]
                     else:
@@ -135,12 +135,12 @@ def make_pivoted_scores(K: int, dtype: str, use_qk_l2norm: bool) -> Any:
                     for c in T.vectorized(NV):
                         table[entry, hv, warp * SUB + row, kg + ch + c] = T.cast(k_left[r, c] * to_last[c], dtype)
                     for c in T.vectorized(NV):
-                        k1_s[warp * SUB + row, ch + c] = T.cast(k_left[r, c] * to_1[c], bf16)
+                        k1_s[warp * SUB + row, ch + c] = T.cast(k_left[r, c] * to_1[c], operand)
                 if warp < 2:
                     for r in T.unroll(ROWS):
                         for c in T.vectorized(NV):
                             k0_s[warp * SUB + batch * BATCH + n * ROWS + r, ch + c] = T.cast(
-                                k_left[r, c] * to_0[c], bf16
+                                k_left[r, c] * to_0[c], operand
                             )
             for i in T.unroll((SUB - BATCH) * NV):  # registers have no run-time index: the next batch moves up
                 log2_a[i] = log2_a[i + BATCH * NV]
@@ -153,7 +153,7 @@ def make_pivoted_scores(K: int, dtype: str, use_qk_l2norm: bool) -> Any:
         T.sync_threads()  # from here on the memory of k0_s and k1_s may be another's
 
         # ---- k exp(G) in place of its pivoted form
-        rows_b = T.alloc_local((BATCH * NV,), bf16)
+        rows_b = T.alloc_local((BATCH * NV,), operand)
         for batch in T.unroll(SUB // BATCH, unroll_factor=1):
             for r in T.unroll(BATCH):
                 for c in T.vectorized(NV):
