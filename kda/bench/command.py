@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from kda.cli import options
 from kda.cli.console import Column, open_console, progress_bar, say, show_table
 from kda.cli.info import described, versions
 from kda.cli.options import UsageError
+from kda.cli.report import write_report
 
 SCALED = ("Scaled down for the CPU: a 16th of the heads, a 32nd of the tokens, in decoding a 16th of the sequences. "
           "These are not the cases of the table.")  # fmt: skip
@@ -54,11 +54,23 @@ def run(args: argparse.Namespace) -> int:
     best = measure.ceilings(device, dtype)
     say(console, f"copy {best.copy / 1e9:.0f} GB/s (read plus written), matmul {best.matmul / 1e12:.4g} TFLOP/s, both "
                  "measured")  # fmt: skip
-    measurements = _run_all(console, args, backend, device, peers)
-    show(console, measurements, best)
-    if args.json:
-        report = _as_json(args.dtype, backend, device, about, measurements, best)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    measurements: list[Measurement] = []
+
+    def save(complete: bool) -> None:
+        if args.json:
+            report = _as_json(args.dtype, backend, device, about, measurements, best)
+            write_report(args.json, report, complete=complete)
+
+    def ended(measurement: Measurement) -> None:
+        measurements.append(measurement)
+        save(complete=False)
+
+    try:
+        _run_all(console, args, backend, device, peers, ended)
+    finally:  # also what there is when the run is ended early
+        if measurements:
+            show(console, measurements, best)
+    save(complete=True)
     if args.plot:
         from kda.bench.plot import draw
 
@@ -71,8 +83,9 @@ def _peer(console: Console) -> dict[str, Callable[..., Any]]:
     """flash-linear-attention's operators, as bounded gates allow them; none, and a word, where it is missing."""
     try:
         fla, ops = importlib.import_module("fla"), importlib.import_module("fla.ops.kda")
-    except ImportError as error:
-        say(console, f"--peers: flash-linear-attention is not installed here ({error}); going on without it")
+    except Exception as error:  # it is missing, or it or Triton miss something while they are imported
+        found = "is not installed here" if isinstance(error, ImportError) else "cannot be used here"
+        say(console, f"--peers: flash-linear-attention {found} ({options.first_line(error)}); going on without it")
         return {}
     say(console, f"peer: flash-linear-attention {fla.__version__}, safe_gate=True")
     recurrent = ops.fused_recurrent_kda
@@ -81,10 +94,10 @@ def _peer(console: Console) -> dict[str, Callable[..., Any]]:
 
 def _run_all(
     console: Console, args: argparse.Namespace, backend: str, device: torch.device,
-    peers: dict[str, Callable[..., Any]],
-) -> list[Measurement]:  # fmt: skip
+    peers: dict[str, Callable[..., Any]], ended: Callable[[Measurement], None],
+) -> None:  # fmt: skip
+    """Call `ended` with each measurement; that is a line, where there is no terminal to show a bar."""
     on_device, chosen = device.type != "cpu", args.cases or list(CASES)
-    found = []
     with progress_bar(console) as progress:
         task = progress.add_task("", total=len(chosen))
         for id in chosen:
@@ -100,9 +113,13 @@ def _run_all(
             for name, operator in operators.items():
                 call = functools.partial(operator, **inputs)
                 host = on_device and (decode or id == HOST_CASE)
-                found.append(measure.measure(case, name, call, device, host=host, graph=on_device and decode))
+                captured = on_device and decode and backend != "torch"  # which reads indices on the host
+                found = measure.measure(case, name, call, device, host=host, graph=captured)
+                ended(found)
+                if progress.disable:
+                    took = "failed" if found.seconds is None else f"{found.seconds * 1e3:.3f} ms"
+                    say(console, f"{id} {name} {took}")
             progress.advance(task)
-    return found
 
 
 COLUMNS = (

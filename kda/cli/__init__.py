@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import sys
 from collections.abc import Sequence
 
 import kda
-from kda.cli.options import UsageError
+from kda.cli import options
+from kda.cli.ending import exit_code
+from kda.cli.letters import spell_out
 
 COMMANDS = {
     "info": ("kda.cli.info", "versions, devices, and which backends can run here"),
@@ -21,8 +24,17 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 good, 1 the command found something wrong, 2 wrong usage."""
+    """Run one command and return its exit code: 0 good, 1 the command found something wrong, 2 it could not run.
+
+    130 after Ctrl-C, 143 after SIGTERM, each with what was found until then; 141 where the output's reader has gone.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
+    for stream in (sys.stdout, sys.stderr):
+        spell_out(stream)
+    return exit_code(" ".join(["kda", *argv[:1]]), functools.partial(_run, argv))
+
+
+def _run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="kda", description="Kimi Delta Attention operators: see what runs, check it.")
     parser.add_argument("--version", action="version", version=f"kda {kda.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -33,8 +45,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
-    try:
-        return args.run(args)
-    except UsageError as error:
-        print(f"kda {args.command}: error: {error}", file=sys.stderr)
-        return 2
+    options.check_environment()
+    return args.run(args)

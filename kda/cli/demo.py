@@ -17,12 +17,14 @@ from kda import backends
 from kda.backends.call import OPS
 from kda.checks import checked
 from kda.cli import options
-from kda.cli.console import Column, open_console, show_facts, show_table
+from kda.cli.console import Column, open_console, show_facts, show_table, working
 from kda.cli.options import UsageError
 from kda.golden import recurrent_kda_golden, rel_rmse
 from kda.nn import KimiDeltaAttention, KimiDeltaCache
 
 HIDDEN_SIZE, NUM_HEADS, HEAD_DIM, SEED = 512, 4, 128, 0
+BYTES_PER_TOKEN = 1 << 16
+"""Of memory, about what all three ways take in fp32."""
 MAX_REL_RMSE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 
 INTRO = (
@@ -77,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo; returns 0 if all ways agree, 1 if they don't. Raises UsageError if it can't start."""
     asked, device = options.backend(args), options.device(args)
     dtype = options.DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
+    options.check_memory(device, (args.prefill + args.decode) * BYTES_PER_TOKEN, "lower --prefill and --decode")
     try:
         path = args.file or default_text()
         text = read_text(path, args.prefill, args.decode)
@@ -91,17 +94,21 @@ def run(args: argparse.Namespace) -> int:
     show_facts(console, WAYS)
     show_facts(console, (
         ("Text", str(path)),
-        ("Bytes", f"{args.prefill:,} to prefill and {args.decode:,} to decode, of {path.stat().st_size:,}"),
+        ("Bytes", f"{args.prefill:,} to prefill and {args.decode:,} to decode" + _of(path)),
         ("Layer", f"hidden size {HIDDEN_SIZE}, {NUM_HEADS} heads of {HEAD_DIM}, seed {SEED}"),
         ("Device", f"{device}, {str(dtype).removeprefix('torch.')}{threads}"),
         ("Backend", _why(used["chunk_kda"], asked, device)),
         ("State", _state_size(len(text), dtype)),
     ))  # fmt: skip
 
-    with console.status("computing all three ways ..."):
-        timings, agreements = measure(layer, x, args.prefill, used)
+    timings: list[Timing] = []
+    try:
+        with working(console, "computing all three ways ..."):
+            agreements = measure(layer, x, args.prefill, used, timings)
+    finally:  # also what there is when the run is ended early
+        if timings:
+            show_timings(console, timings)
     limit = MAX_REL_RMSE[dtype]
-    show_timings(console, timings)
     show_agreements(console, agreements, limit)
     wrong, total = sum(not a.within(limit) for a in agreements), len(agreements)
     if wrong:
@@ -113,7 +120,10 @@ def run(args: argparse.Namespace) -> int:
 
 def default_text() -> Path:
     """A long English text that comes with every Python: the source of `help()`'s topics."""
-    spec = importlib.util.find_spec("pydoc_data.topics")
+    try:
+        spec = importlib.util.find_spec("pydoc_data.topics")
+    except ModuleNotFoundError:
+        spec = None
     if spec is None or not spec.has_location or spec.origin is None:
         raise ValueError("this Python ships without pydoc_data/topics.py: name a FILE")
     return Path(spec.origin)
@@ -148,54 +158,58 @@ def backends_used(layer: KimiDeltaAttention, x: Tensor) -> dict[str, str]:
 
 
 def measure(
-    layer: KimiDeltaAttention, x: Tensor, prefill: int, used: dict[str, str]
-) -> tuple[list[Timing], list[Agreement]]:
-    """Send x `[1, T, hidden_size]` through the layer in all three ways; `used` as from `backends_used`."""
+    layer: KimiDeltaAttention, x: Tensor, prefill: int, used: dict[str, str], timings: list[Timing]
+) -> list[Agreement]:
+    """Send x `[1, T, hidden_size]` through the layer in all three ways; `used` as from `backends_used`.
+
+    Each pass goes into `timings` as it ends.
+    """
     outputs: list[Tensor] = []  # the operators' o, picked up where the layer hands it to its norm
     hook = layer.o_norm.register_forward_pre_hook(lambda _, args: outputs.append(args[0]))
     _, cache = layer(x[:, :64], output_cache=True)  # warm up: the first calls may compile kernels
     decode(layer, x[:, :1], cache)
     outputs.clear()
 
-    (y_one, cache_one), seconds_one = _timed(x.device, lambda: layer(x, output_cache=True))
+    length, chunk, recurrent = x.shape[1], "chunk_kda", "fused_recurrent_kda"
+
+    def timed(name: str, op: str, tokens: int, work: Callable[[], Result]) -> Result:
+        result, seconds = _timed(x.device, work)
+        timings.append(Timing(name, op, used.get(op, "-"), tokens, seconds))
+        return result
+
+    y_one, cache_one = timed("one run", chunk, length, lambda: layer(x, output_cache=True))
     o_one = outputs.pop()
-    (y_prefill, cache), seconds_prefill = _timed(x.device, lambda: layer(x[:, :prefill], output_cache=True))
-    (y_decode, cache), seconds_decode = _timed(x.device, lambda: decode(layer, x[:, prefill:], cache))
+    y_prefill, cache = timed("prefill", chunk, prefill, lambda: layer(x[:, :prefill], output_cache=True))
+    y_decode, cache = timed("decode", recurrent, length - prefill, lambda: decode(layer, x[:, prefill:], cache))
     hook.remove()
     y, o = torch.cat([y_prefill, y_decode], dim=1), torch.cat(outputs, dim=1)
 
     inputs, _ = layer.operator_inputs(x)
-    (o_golden, state_golden), seconds_golden = _timed(
-        x.device, lambda: recurrent_kda_golden(**inputs, output_final_state=True)
+    o_golden, state_golden = timed(
+        "golden", "float64 recurrence", length, lambda: recurrent_kda_golden(**inputs, output_final_state=True)
     )
     assert state_golden is not None
 
-    length, chunk, recurrent = x.shape[1], "chunk_kda", "fused_recurrent_kda"
-    timings = [
-        Timing("one run", chunk, used[chunk], length, seconds_one),
-        Timing("prefill", chunk, used[chunk], prefill, seconds_prefill),
-        Timing("decode", recurrent, used[recurrent], length - prefill, seconds_decode),
-        Timing("golden", "float64 recurrence", "-", length, seconds_golden),
-    ]
     two = "prefill + decode"
-    agreements = [
+    return [
         _agreement(two, "one run", "layer output", y, y_one),
         _agreement(two, "golden", "operator output", o, o_golden),
         _agreement(two, "golden", "final state", cache.state, state_golden),
         _agreement("one run", "golden", "operator output", o_one, o_golden),
         _agreement("one run", "golden", "final state", cache_one.state, state_golden),
     ]
-    return timings, agreements
 
 
 def decode(layer: KimiDeltaAttention, x: Tensor, cache: KimiDeltaCache) -> tuple[Tensor, KimiDeltaCache]:
     """Continue `cache` with x token by token, as a model does that generates them."""
     threads, ys = torch.get_num_threads(), []
     torch.set_num_threads(1)  # one token is too little to share: on a busy machine the threads wait for each other
-    for token in x.split(1, dim=1):
-        y, cache = layer(token, cache, output_cache=True)
-        ys.append(y)
-    torch.set_num_threads(threads)
+    try:
+        for token in x.split(1, dim=1):
+            y, cache = layer(token, cache, output_cache=True)
+            ys.append(y)
+    finally:
+        torch.set_num_threads(threads)
     return torch.cat(ys, dim=1), cache
 
 
@@ -233,6 +247,11 @@ def _timed(device: torch.device, work: Callable[[], Result]) -> tuple[Result, fl
     result = work()
     synchronize()
     return result, time.perf_counter() - start
+
+
+def _of(path: Path) -> str:
+    """How long the text is, if it has an end."""
+    return f", of {path.stat().st_size:,}" if path.is_file() else ""
 
 
 def _why(used: str, asked: str, device: torch.device) -> str:

@@ -10,9 +10,15 @@ import torch
 
 from kda import backends
 from kda.backends import environment
+from kda.cli.memory import free_memory
+from kda.cli.report import is_plain
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """The spelling of dtypes in every command."""
+
+
+MOST = 2**40
+"""The largest number that an option takes: of tokens or channels, more than any memory holds."""
 
 
 class UsageError(Exception):
@@ -56,8 +62,8 @@ def device(args: argparse.Namespace) -> torch.device:
         raise UsageError("--device: expected a device that holds values, got meta")
     try:
         torch.zeros(1, dtype=torch.float64, device=found).item()
-    except (RuntimeError, AssertionError, TypeError) as error:  # torch lacks it in three ways
-        raise UsageError(f"--device: {name} cannot be used: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # torch and its plug-ins say it in many ways, ModuleNotFoundError among them
+        raise UsageError(f"--device: {name} cannot be used: {first_line(error)}") from None
     return found
 
 
@@ -93,7 +99,10 @@ def check_files(args: argparse.Namespace) -> None:
             continue
         if not file.parent.is_dir():
             raise UsageError(f"{name}: expected a file in a folder that exists, got {file}")
-        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        places = [file if file.exists() else file.parent]
+        if name == "--json" and is_plain(file):
+            places.append(file.parent)
+        if file.is_dir() or not all(os.access(place, os.W_OK) for place in places):
             raise UsageError(f"{name}: expected a file that can be written, got {file}")
     if args.plot is None:
         return
@@ -103,10 +112,35 @@ def check_files(args: argparse.Namespace) -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise UsageError("--plot: needs matplotlib (the extra `plot`), which is not installed") from None
+    except ValueError as error:  # of $MPLBACKEND or its own file of settings
+        raise UsageError(f"--plot: matplotlib cannot be imported: {first_line(error)}") from None
+
+
+def check_environment() -> None:
+    """Can the variables of the package be read?"""
+    try:
+        environment.emulating()
+        environment.checking()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def check_memory(device: torch.device, needed: int, remedy: str) -> None:
+    """Has the device that many bytes free, as far as it tells? The remedy says which options take less."""
+    if (free := free_memory(device)) is not None and free < needed:
+        sizes = f"{needed / 2**30:,.0f} GiB of free memory on {device.type}, has {free / 2**30:,.0f}"
+        raise UsageError(f"needs about {sizes}: {remedy}")
 
 
 def positive_int(text: str) -> int:
-    """A number of at least 1, for argparse's `type`."""
+    """A number from 1 to `MOST`, for argparse's `type`."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    if number > MOST:
+        raise argparse.ArgumentTypeError(f"expected at most {MOST}, got {text}")
     return number
+
+
+def first_line(error: Exception) -> str:
+    """What an exception of torch says before it goes into its own details."""
+    return str(error).partition("\n")[0]

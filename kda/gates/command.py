@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
 
 import kda
+from kda import backends
 from kda.cli import options
 from kda.cli.console import Column, open_console, progress_bar, say, show_table
 from kda.cli.options import UsageError
+from kda.cli.report import write_report
 from kda.gates.case import CASES, Case, Result, run_case
+from kda.gates.dry import calls_of
 
 # isort: off
 from kda.gates import shapes, numerics, robustness, decode  # noqa: F401  (they fill the table, in this order)
@@ -48,10 +51,22 @@ def run(args: argparse.Namespace) -> int:
     chosen = [CASES[id] for id in args.cases] if args.cases else [c for c in CASES.values() if args.slow or not c.slow]
     about = f"{backend} on {device}, {args.dtype}"
     say(console, f"kda {kda.__version__}, torch {torch.__version__}: backend {about}")
-    results = _run_all(console, chosen, backend, device, options.DTYPES[args.dtype])
-    show(console, results)
-    if args.json:
-        args.json.write_text(json.dumps(_as_json(results, backend, device, args.dtype), indent=1) + "\n")
+    results: list[Result] = []
+
+    def ended(result: Result) -> None:
+        results.append(result)
+        if args.json:
+            report = _as_json(results, backend, device, args.dtype)
+            write_report(args.json, report, complete=len(results) == len(chosen))
+
+    dtype = options.DTYPES[args.dtype]
+    wait = _build_ahead(chosen, backend, device, dtype)
+    try:
+        _run_all(console, chosen, backend, device, dtype, ended)
+    finally:  # also what there is when the run is ended early
+        if results:
+            show(console, results, of=len(chosen))
+    wait()
     if args.plot:
         from kda.gates.plot import draw
 
@@ -61,21 +76,34 @@ def run(args: argparse.Namespace) -> int:
     return 0 if "passed" in outcomes and "failed" not in outcomes else 1
 
 
+def _build_ahead(cases: list[Case], backend: str, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
+    """Let a backend that can build kernels for calls to come begin with those of all cases, while the first ones run.
+
+    Such a backend has `build_ahead(calls)`, which starts the work and returns a function that waits for its end. It is
+    not called when the run is ended early, so the work has to end with this process by itself.
+    """
+    build = getattr(backends.load(backend), "build_ahead", None)
+    return (lambda: None) if build is None else build(calls_of(cases, backend, device, dtype))
+
+
 def _run_all(
-    console: Console, cases: list[Case], backend: str, device: torch.device, dtype: torch.dtype
-) -> list[Result]:
-    results = []
+    console: Console, cases: list[Case], backend: str, device: torch.device, dtype: torch.dtype,
+    ended: Callable[[Result], None],
+) -> None:  # fmt: skip
+    """Call `ended` with each result as its case ends; that is a line, where there is no terminal to show a bar."""
     with progress_bar(console) as progress:
         task = progress.add_task("", total=len(cases))
         for case in cases:
             progress.update(task, description=case.id)
-            results.append(run_case(case, backend, device, dtype))
+            result = run_case(case, backend, device, dtype)
+            ended(result)
+            if progress.disable:
+                say(console, f"{case.id} {result.outcome} {result.seconds:.1f} s")
             progress.advance(task)
-    return results
 
 
-def show(console: Console, results: list[Result]) -> None:
-    """Print the table, then every reason and every finding that is not as it should be."""
+def show(console: Console, results: Sequence[Result], of: int | None = None) -> None:
+    """Print the table, then every reason and every finding that is not as it should be; `of` so many cases."""
     columns = (Column("case"), Column("what it holds", least=20), Column("rel RMSE o", number=True),
                Column("state", number=True), Column("seconds", number=True, needed=False),
                Column("outcome"))  # fmt: skip
@@ -93,7 +121,9 @@ def show(console: Console, results: list[Result]) -> None:
                 say(console, f"\n{result.case.id}, {finding.what}: {finding.text}")
     counts = {outcome: sum(r.outcome == outcome for r in results) for outcome in _COLOURS}
     total = sum(result.seconds for result in results)
-    console.print("\n" + ", ".join(f"{n} {outcome}" for outcome, n in counts.items() if n) + f" in {total:.0f} s")
+    missing = 0 if of is None else of - len(results)
+    told = [f"{n} {outcome}" for outcome, n in counts.items() if n] + [f"{missing} not run"] * (missing > 0)
+    console.print("\n" + ", ".join(told) + f" in {total:.0f} s")
 
 
 def _worst(result: Result, what: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -13,9 +12,11 @@ import torch
 from rich.console import Console
 
 from kda.cli import options
-from kda.cli.console import Column, open_console, say, show_table
+from kda.cli.console import Column, open_console, say, show_table, working
 from kda.cli.info import described, versions
 from kda.cli.options import UsageError
+from kda.cli.report import write_report
+from kda.golden.constants import CHUNK_SIZE
 
 from . import kernels, rounding, timing
 from .consistency import FORMS, Check, checks
@@ -51,34 +52,40 @@ def run(args: argparse.Namespace) -> int:
     wanted = [args.level] if args.level else list(FORMS)
     missing = timing.missing(args.D)
     device = torch.device("cpu") if missing else timing.DEVICE
+    if not missing and 1 in wanted:
+        longest = timing.LENGTHS[-1] * args.heads * args.D  # numbers of q, k, v or o
+        options.check_memory(device, longest * 2 * (8 + args.D // CHUNK_SIZE), "take fewer --heads")
     about = described(device)
     say(console, ", ".join(f"{name} {version}" for name, version in versions()) + f"; on {about}")
 
-    with console.status("references") as status:
+    ledgers = [Ledger(N, args.D, args.BC, args.block_V, args.heads) for N in sorted(set(args.N))]
+    rounded: Rounding | None = None
+    results: list[LevelResult] = []
+    times: Times | None = None
+    with working(console, "references") as status:  # each part is shown at once: the run may be ended early
         found = sorted((check for check in checks() if check.level in wanted), key=lambda check: check.level)
-        ledgers = [Ledger(N, args.D, args.BC, args.block_V, args.heads) for N in sorted(set(args.N))]
-        kernel = None if missing else functools.partial(kernels.run, "linattn_seq_in_loop")
-        rounded = rounding.measure(device, kernel) if 1 in wanted else None
-        results: list[LevelResult] = []
-        times = None
+        _show_checks(console, found)
+        if 1 in wanted:
+            _show_ledger(console, ledgers)
+            kernel = None if missing else functools.partial(kernels.run, "linattn_seq_in_loop")
+            rounded = rounding.measure(device, kernel)
+            _show_rounding(console, rounded)
         if not missing:
-            results = timing.levels(args.D, wanted, device, status.update)
-            times = timing.times(args.D, args.heads, device, status.update) if 1 in wanted else None
-
-    _show_checks(console, found)
-    if rounded:
-        _show_ledger(console, ledgers)
-        _show_rounding(console, rounded)
-    if results:
-        _show_levels(console, results, args.D)
-    if times:
-        _show_times(console, times, args)
+            try:
+                for level in wanted:
+                    results += timing.levels(args.D, [level], device, status.update)
+            finally:
+                if results:
+                    _show_levels(console, results, args.D)
+            if 1 in wanted:
+                times = timing.times(args.D, args.heads, device, status.update)
+                _show_times(console, times, args)
     if missing:
         parts = "errors and times of the kernels" + (", crossover and exponents" if rounded else "")
         say(console, f"\nNot measured, since it takes a Hopper GPU: {parts}. Here: {'; '.join(missing)}.")
     if args.json:
         report = _as_json(about, missing, found, ledgers, rounded, results, times)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(args.json, report)
     if args.plot and rounded:
         from .plot import draw
 

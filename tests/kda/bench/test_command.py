@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def test_a_run_on_the_cpu(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFi
     picture = tmp_path / "bench.png"
     code, report = bench("H32", "H64-mixed", "--plot", str(picture), "--dtype", "fp16")
     out = capsys.readouterr().out
-    assert code == 0 and "Scaled down for the CPU" in out and "T·H·(3K + 2V + 1)·b" in out
+    assert code == 0 and report["complete"] and "Scaled down for the CPU" in out and "T·H·(3K + 2V + 1)·b" in out
     assert report["scaled_down"] and report["backend"] == "torch" and report["dtype"] == "fp16"
     one, mixed = report["measurements"]
     assert (one["case"], one["H"], one["lengths"]) == ("H32", 2, [256]) and mixed["H"] == 4
@@ -100,3 +101,24 @@ def test_the_table_shows_each_figure(capsys: pytest.CaptureFixture[str]) -> None
     assert row[6:9] == [f"{flops / 7e11:.1%}", "0.040", "0.007"]
     assert row[9:] == ["1021", f"{flops / 1e9:.4g}", "1020.8", f"{flops / 1e9:.2f}"]
     assert dataclasses.replace(measured, seconds=None).flops_per_second is None
+
+
+def test_a_run_that_is_ended_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = kda.chunk_kda
+
+    def interrupted(q: Tensor, **others: object) -> object:
+        if q.shape[1] == 4:
+            raise KeyboardInterrupt
+        return real(q, **others)
+
+    monkeypatch.setattr(kda, "chunk_kda", interrupted)
+    file = tmp_path / "bench.json"
+    assert main(["bench", "--device", "cpu", "--json", str(file), "--case", "T64", "T128", "T256"]) == 130
+    out, err = capsys.readouterr()
+    assert err == "kda bench: interrupted\n"
+    assert re.search(r"^T64 kda [\d.]+ ms$", out, re.MULTILINE), "a line as the case ends"
+    assert re.search(r"^ T64 +kda +2 ", out, re.MULTILINE), "and a row of the table"
+    report = json.loads(file.read_text())
+    assert report["complete"] is False and [m["case"] for m in report["measurements"]] == ["T64"]

@@ -44,6 +44,19 @@ def test_a_missing_peer(bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert [m["operator"] for m in report["measurements"]] == ["kda"]
 
 
+def test_a_peer_that_cannot_be_imported(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Triton says so in its own way where there is no device."""
+
+    def failing(name: str) -> None:
+        raise RuntimeError("0 active drivers\nand more")
+
+    monkeypatch.setattr("kda.bench.command.importlib", types.SimpleNamespace(import_module=failing))
+    code, _ = bench("T64", "--peers")
+    assert code == 0 and "cannot be used here (0 active drivers); going on without it" in capsys.readouterr().out
+
+
 def test_a_peer_gets_the_same_call(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, ours = install_peer(monkeypatch), []
     monkeypatch.setattr(kda, "chunk_kda", lambda **arguments: ours.append(arguments))

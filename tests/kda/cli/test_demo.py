@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,42 @@ def test_demo_refuses_bad_options(arguments: list[str], message: str, capsys: py
         main(["demo", *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", [[], ["/dev/zero"]])
+def test_demo_refuses_more_text_than_the_memory_holds(file: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *file, "--device", "cpu", "--prefill", "99999999999"]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("kda demo: error: needs about 6,103,516 GiB of free memory on cpu, has ")
+    assert err.endswith(": lower --prefill and --decode\n") and err.count("\n") == 1 and not out
+
+
+def test_demo_reads_what_has_no_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "/dev/zero", *SHORT]) == 0
+    assert "100 to prefill and 8 to decode\n" in re.sub(" +\n", "\n", capsys.readouterr().out)
+
+
+def test_demo_without_pythons_own_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some distributions leave pydoc_data out, package and all."""
+    monkeypatch.setitem(sys.modules, "pydoc_data", None)
+    monkeypatch.delitem(sys.modules, "pydoc_data.topics", raising=False)
+    assert main(["demo", *SHORT]) == 2
+    assert capsys.readouterr().err == "kda demo: error: this Python ships without pydoc_data/topics.py: name a FILE\n"
+
+
+def test_demo_that_is_ended_shows_the_passes_so_far(
+    text_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(**inputs: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "recurrent_kda_golden", interrupted)
+    assert main(["demo", str(text_file), *SHORT]) == 130
+    out, err = capsys.readouterr()
+    assert err == "kda demo: interrupted\n"
+    table = out[out.index("Time") :]
+    assert all(name in table for name in ("one run", "prefill", "decode")) and "golden" not in table
+    assert "Agreement" not in out
 
 
 def test_demo_refuses_a_device_or_backend_that_is_not_there(

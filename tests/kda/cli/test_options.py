@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,12 +70,35 @@ def test_a_usable_backend_is_one_that_can_run(register) -> None:
         ("meta", "--device: expected a device that holds values, got meta"),
         ("cuda:99", "--device: cuda:99 cannot be used: "),
         ("mps", "--device: mps cannot be used: "),
+        ("hpu", "--device: hpu cannot be used: "),
     ],
 )
 def test_a_device_that_cannot_be_used(name: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
         options.device(parsed("--device", name))
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_a_device_without_float64_cannot_run_the_golden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Apple's: it is refused by name, and no default, though it is the accelerator of its machine."""
+    zeros = torch.zeros
+
+    def without_float64(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type == "mps" and dtype == torch.float64:
+            raise TypeError(
+                "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
+            )
+        return zeros(*size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros", without_float64)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *given: torch.device("mps"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match=r"^--device: mps cannot be used: Cannot convert a MPS Tensor to float64"):
+        options.device(parsed("--device", "mps"))
+    assert options.device(parsed()) == torch.device("cpu")
+    for command in ("gate", "demo", "bench"):
+        assert main([command, "--device", "mps"]) == 2
 
 
 def test_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +152,39 @@ def test_plot_needs_matplotlib(
     assert "--plot: needs matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["gate", "bench", "ladder"])
+def test_plot_needs_a_matplotlib_that_can_be_set_up(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MPLBACKEND", "nosuch")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main([command, "--plot", str(tmp_path / "x.png")]) == 2
+    err = capsys.readouterr().err
+    assert "--plot: matplotlib cannot be imported: " in err and "nosuch" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["info", "gate", "bench", "ladder", "demo"])
+@pytest.mark.parametrize("name", ["KDA_EMULATE", "KDA_CHECK"])
+def test_a_variable_that_cannot_be_read(
+    command: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "maybe")
+    assert main([command]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"kda {command}: error: {name}: expected one of 1, ") and err.endswith("got 'maybe'\n")
+    assert not out and err.count("\n") == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_report_needs_a_folder_that_takes_files(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.touch()
+    tmp_path.chmod(0o500)
+    with pytest.raises(UsageError, match=r"^--json: expected a file that can be written"):
+        options.check_files(parsed("--json", str(file)))
+
+
 def test_dtypes_are_spelled_alike() -> None:
     assert {name: options.DTYPES[parsed("--dtype", name).dtype] for name in ("bf16", "fp16", "fp32")} == {
         "bf16": torch.bfloat16,
@@ -138,7 +195,10 @@ def test_dtypes_are_spelled_alike() -> None:
 
 def test_positive_numbers() -> None:
     assert options.positive_int("7") == 7
+    assert options.positive_int(str(options.MOST)) == options.MOST
     with pytest.raises(argparse.ArgumentTypeError, match="expected at least 1, got 0"):
         options.positive_int("0")
+    with pytest.raises(argparse.ArgumentTypeError, match=f"expected at most {options.MOST}, got {options.MOST + 1}"):
+        options.positive_int(str(options.MOST + 1))
     with pytest.raises(ValueError):
         options.positive_int("many")

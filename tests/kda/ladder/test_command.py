@@ -16,7 +16,7 @@ from kda.cli import main
 from kda.ladder import command, consistency, rounding, timing
 from kda.ladder.consistency import FORMS, Check
 from kda.ladder.ledger import Ledger
-from kda.ladder.timing import ATTENTION, Times
+from kda.ladder.timing import ATTENTION, LevelResult, Times
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -111,6 +111,7 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
     ("arguments", "message"),
     [
         (["--N", "0"], "--N: expected at least 1, got 0"),
+        (["--D", "9" * 400], "--D: expected at most 1099511627776, got 9"),
         (["--block-V", "-1"], "--block-V: expected at least 1, got -1"),
         (["--level", "6"], "--level: invalid choice"),
     ],
@@ -192,3 +193,29 @@ def test_inputs_are_those_of_the_seed() -> None:
     one, same, other = (consistency.inputs(1, 3, 1, 2, 4, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(one.g, same.g) and not torch.equal(one.g, other.g)
     assert one.unit_k.norm(dim=-1).allclose(torch.ones(1, dtype=torch.float64)) and one.g.max() <= 0
+
+
+def test_a_run_that_is_ended_has_shown_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_kernels(monkeypatch)
+    levels = timing.levels
+
+    def interrupted(D: int, wanted: list[int], *others: object) -> list[LevelResult]:
+        if wanted == [3]:
+            raise KeyboardInterrupt
+        return levels(D, wanted, *others)
+
+    monkeypatch.setattr(timing, "levels", interrupted)
+    assert main(["ladder", "--heads", "1"]) == 130
+    out, err = capsys.readouterr()
+    assert err == "kda ladder: interrupted\n"
+    assert "references, fp64" in out and "Ledger of level 1" in out and "rounded to fp16" in out
+    assert "linattn_seq_in_loop" in out and " two " in out and " three " not in out
+
+
+def test_more_heads_than_the_memory_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    install_kernels(monkeypatch)
+    assert main(["ladder", "--heads", str(2**40)]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("kda ladder: error: needs about ") and "take fewer --heads" in err and not out
