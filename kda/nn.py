@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kda import backends
+from kda.checks import check_cu_seqlens
+from kda.golden.constants import LOWER_BOUND_RANGE
 from kda.ops import chunk_kda, fused_recurrent_kda
 
 DECODE_TOKENS = 16
@@ -19,22 +22,26 @@ _INITIAL_RATE = (1e-3, 1e-1)
 _INITIAL_A = (1.0, 16.0)
 
 
-@dataclass(frozen=True)
-class KimiDeltaCache:
+class KimiDeltaCache(NamedTuple):
     """All that the layer remembers of the tokens so far; its size doesn't depend on how many they were.
 
-    A forward pass reads its cache and returns a new one, so one cache can be continued in several ways.
+    A forward pass reads its cache and returns a new one, so one cache can be continued in several ways. It is a pytree,
+    and `torch.load` takes it with `weights_only=True` once this module is imported.
     """
 
     conv: tuple[Tensor, Tensor, Tensor]  # [N, conv_size - 1, channels]: last inputs of the q, k, v convolutions
     state: Tensor  # [N, HV, V, K] fp32
 
 
+torch.serialization.add_safe_globals([KimiDeltaCache])
+
+
 class ShortConvolution(nn.Conv1d):
     """Causal depthwise convolution over time, then SiLU: y[t] = silu(sum_j weight[:, 0, j] * x[t - (W - 1) + j])."""
 
-    def __init__(self, channels: int, kernel_size: int) -> None:
-        super().__init__(channels, channels, kernel_size, groups=channels, bias=False)
+    def __init__(self, channels: int, kernel_size: int, **factory: Any) -> None:
+        """`factory`: `device` and `dtype` of the weight, as for other modules."""
+        super().__init__(channels, channels, kernel_size, groups=channels, bias=False, **factory)
 
     def forward(  # type: ignore[override]  # it returns what the next call continues from as well
         self, x: Tensor, tail: Tensor | None = None, cu_seqlens: Tensor | None = None
@@ -84,6 +91,10 @@ class KimiDeltaAttention(nn.Module):
     exp(-A·dt). With `lower_bound` the same range is spent otherwise: `A_log` is 0, and `dt_bias` makes the log
     decay a log-uniform [0.001, 0.1] share of `lower_bound`.
 
+    `A_log` and `dt_bias` are kept in fp32 whatever the layer's dtype (`.bfloat16()` leaves them as they are), and have
+    the attribute `_no_weight_decay`, by which optimisers' parameter groups leave them out of weight decay. State dicts
+    may hold both in any shape with the right number of elements; published ones have A_log as `[1, 1, HV, 1]`.
+
     Args:
         hidden_size: width of x and y.
         num_heads: H, heads of q and k.
@@ -92,11 +103,14 @@ class KimiDeltaAttention(nn.Module):
         v_head_dim: V; K if None.
         conv_size: W, taps of the short convolutions.
         lower_bound: None, or in [-5, 0): the gate formula with a bounded log decay.
+        allow_neg_eigval: beta = 2 sigmoid(W x), which lets the state's transition have negative eigenvalues.
         norm_eps: eps of the output norm.
         backend: passed through to the operators; see `kda.chunk_kda`.
+        device, dtype: of the parameters, as for other modules.
 
     Raises:
-        ValueError: `num_v_heads` is not a multiple of `num_heads`, or a size is not positive.
+        ValueError: a size is not positive, `num_v_heads` is not a multiple of `num_heads`, `lower_bound` is out of its
+            range, or `backend` is no known name.
     """
 
     def __init__(
@@ -110,6 +124,10 @@ class KimiDeltaAttention(nn.Module):
         lower_bound: float | None = None,
         norm_eps: float = 1e-5,
         backend: str | None = None,
+        *,
+        allow_neg_eigval: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         H, K, HV, V = num_heads, head_dim, num_v_heads or num_heads, v_head_dim or head_dim
@@ -117,28 +135,38 @@ class KimiDeltaAttention(nn.Module):
             raise ValueError(f"expected positive sizes, got {hidden_size=}, {H=}, {K=}, {HV=}, {V=}, {conv_size=}")
         if HV % H:
             raise ValueError(f"num_v_heads: expected a multiple of num_heads = {H}, got {HV}")
+        low, high = LOWER_BOUND_RANGE
+        if lower_bound is not None and not low <= lower_bound < high:
+            raise ValueError(f"lower_bound: expected None or a value in [{low:g}, {high:g}), got {lower_bound}")
+        if backend not in (known := (None, "auto", *backends.names())):
+            raise ValueError(f"backend: expected one of {', '.join(map(str, known))}, got {backend!r}")
         self.hidden_size, self.lower_bound, self.backend = hidden_size, lower_bound, backend
         self.num_heads, self.head_dim, self.num_v_heads, self.v_head_dim = H, K, HV, V
+        self.allow_neg_eigval = allow_neg_eigval
 
-        self.q_proj = nn.Linear(hidden_size, H * K, bias=False)
-        self.k_proj = nn.Linear(hidden_size, H * K, bias=False)
-        self.v_proj = nn.Linear(hidden_size, HV * V, bias=False)
-        self.q_conv1d = ShortConvolution(H * K, conv_size)
-        self.k_conv1d = ShortConvolution(H * K, conv_size)
-        self.v_conv1d = ShortConvolution(HV * V, conv_size)
-        self.f_a_proj = nn.Linear(hidden_size, K, bias=False)
-        self.f_b_proj = nn.Linear(K, HV * K, bias=False)
-        self.A_log = nn.Parameter(torch.empty(HV))
-        self.dt_bias = nn.Parameter(torch.empty(HV * K))
-        self.b_proj = nn.Linear(hidden_size, HV, bias=False)
-        self.g_a_proj = nn.Linear(hidden_size, K, bias=False)
-        self.g_b_proj = nn.Linear(K, HV * V, bias=False)
-        self.o_norm = nn.RMSNorm(V, eps=norm_eps)
-        self.o_proj = nn.Linear(HV * V, hidden_size, bias=False)
-        self._reset_gate()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        gate_dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
+        self.k_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
+        self.v_proj = nn.Linear(hidden_size, HV * V, bias=False, **factory)
+        self.q_conv1d = ShortConvolution(H * K, conv_size, **factory)
+        self.k_conv1d = ShortConvolution(H * K, conv_size, **factory)
+        self.v_conv1d = ShortConvolution(HV * V, conv_size, **factory)
+        self.f_a_proj = nn.Linear(hidden_size, K, bias=False, **factory)
+        self.f_b_proj = nn.Linear(K, HV * K, bias=False, **factory)
+        self.A_log = nn.Parameter(torch.empty(HV, device=device, dtype=gate_dtype))
+        self.dt_bias = nn.Parameter(torch.empty(HV * K, device=device, dtype=gate_dtype))
+        self.b_proj = nn.Linear(hidden_size, HV, bias=False, **factory)
+        self.g_a_proj = nn.Linear(hidden_size, K, bias=False, **factory)
+        self.g_b_proj = nn.Linear(K, HV * V, bias=False, **factory)
+        self.o_norm = nn.RMSNorm(V, eps=norm_eps, **factory)
+        self.o_proj = nn.Linear(HV * V, hidden_size, bias=False, **factory)
+        self._mark_gate()
+        self.reset_parameters()
 
     @torch.no_grad()
-    def _reset_gate(self) -> None:
+    def reset_parameters(self) -> None:
+        """Draw `A_log` and `dt_bias` anew, the parameters that are the layer's own; its parts reset theirs."""
         rate = self.dt_bias.uniform_(*map(math.log, _INITIAL_RATE)).exp()
         if self.lower_bound is None:
             self.A_log.uniform_(*_INITIAL_A).log_()
@@ -147,39 +175,93 @@ class KimiDeltaAttention(nn.Module):
             self.A_log.zero_()
             self.dt_bias.copy_(torch.logit(rate))
 
+    def _mark_gate(self) -> None:
+        for parameter in (self.A_log, self.dt_bias):
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KimiDeltaAttention:
+        """What `.to()`, `.bfloat16()` and `.to_empty()` come down to: the gate's parameters never get narrower."""
+        own = [x for parameter in (self.A_log, self.dt_bias) for x in (parameter, parameter.grad) if x is not None]
+
+        def keep_wide(x: Tensor) -> Tensor:
+            moved = fn(x)
+            if any(x is mine for mine in own) and moved.dtype.itemsize < x.dtype.itemsize:
+                return x.to(moved.device)
+            return moved
+
+        super()._apply(keep_wide, recurse)
+        self._mark_gate()  # a conversion may have made new parameters
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name in ("A_log", "dt_bias"):
+            mine, theirs = getattr(self, name), state_dict.get(prefix + name)
+            if isinstance(theirs, Tensor) and theirs.shape != mine.shape and theirs.numel() == mine.numel():
+                state_dict[prefix + name] = theirs.reshape(mine.shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def forward(
         self,
         x: Tensor,
         cache: KimiDeltaCache | None = None,
         cu_seqlens: Tensor | None = None,
         output_cache: bool = False,
+        attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, KimiDeltaCache | None]:
         """Mix the tokens of x, each with those before it in its sequence.
 
         Without a cache, or with many tokens, this runs `chunk_kda`; a few tokens that continue a cache (up to
         `DECODE_TOKENS`, or one for each sequence of `cu_seqlens` on average) run `fused_recurrent_kda`.
-        Gradients reach x, every parameter and the cache.
+        Gradients reach x, every parameter and the cache. What stands in padded rows of x, NaN included, reaches no
+        other row, no state and no gradient.
 
         Args:
             x: `[B, T, hidden_size]`, of the parameters' dtype (bf16, fp16, fp32; fp64 where the backend takes it).
             cache: what an earlier call returned: x continues those sequences.
             cu_seqlens: int32 or int64 `[N + 1]` on x's device, with B = 1: N packed sequences, as in `kda.chunk_kda`.
+                Rows of x before its first value and from its last one on are padding.
             output_cache: also return the cache after the last token.
+            attention_mask: `[B, T]` on x's device, 0 or False for padded rows, wherever they stand (left, right or
+                between); not beside `cu_seqlens`.
 
         Returns:
-            y as x, and the cache or None.
+            y as x, 0 in padded rows, and the cache or None.
 
         Raises:
-            ValueError: x or the cache has the wrong shape; and whatever the operators raise.
+            ValueError: x, the cache or the mask has the wrong shape; and whatever the operators raise.
         """
-        self._check(x, cache, cu_seqlens)
+        self._check(x, cache, cu_seqlens, attention_mask)
+        if attention_mask is not None:
+            return self._masked(x, cache, output_cache, attention_mask)
+        if cu_seqlens is None:
+            few = cache is not None and x.shape[1] <= DECODE_TOKENS
+            return self._mix(x, cache, None, output_cache, few)
+        few = cache is not None and x.shape[1] <= len(cu_seqlens) - 1
+        token = torch.arange(x.shape[1], device=x.device)
+        padding = ((token < cu_seqlens[0]) | (token >= cu_seqlens[-1]))[None, :, None]
+        y, cache = self._mix(x.masked_fill(padding, 0.0), cache, cu_seqlens, output_cache, few)
+        return y.masked_fill(padding, 0.0), cache
+
+    def _masked(
+        self, x: Tensor, cache: KimiDeltaCache | None, output_cache: bool, mask: Tensor
+    ) -> tuple[Tensor, KimiDeltaCache | None]:
+        """The real rows packed, in their order, in front of the padded ones; the host reads nothing of the mask."""
+        real = mask.bool()
+        order = torch.argsort(~real.flatten(), stable=True)
+        cu_seqlens = F.pad(real.sum(1).cumsum(0), (1, 0))
+        y, cache = self(x.flatten(0, 1)[order][None], cache, cu_seqlens, output_cache)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        return y[0, back].view_as(x), cache
+
+    def _mix(
+        self, x: Tensor, cache: KimiDeltaCache | None, cu_seqlens: Tensor | None, output_cache: bool, few: bool
+    ) -> tuple[Tensor, KimiDeltaCache | None]:
         inputs, tails = self.operator_inputs(x, cache, cu_seqlens)
-        few = x.shape[1] <= (DECODE_TOKENS if cu_seqlens is None else len(cu_seqlens) - 1)
-        kda = fused_recurrent_kda if cache is not None and few else chunk_kda
+        kda = fused_recurrent_kda if few else chunk_kda
         o, state = kda(**inputs, output_final_state=output_cache, backend=self.backend)
         gate = self.g_b_proj(self.g_a_proj(x)).unflatten(-1, o.shape[2:])
         o = self.o_norm(o.to(self.o_norm.weight.dtype))  # under autocast o comes in half precision
-        y = self.o_proj((o * gate.sigmoid()).flatten(2))
+        y = self.o_proj((o * gate.sigmoid()).flatten(2).to(gate.dtype))  # and the norm may be kept in fp32
         return y, None if state is None else KimiDeltaCache(tails, state)
 
     def operator_inputs(
@@ -202,6 +284,7 @@ class KimiDeltaAttention(nn.Module):
             "use_qk_l2norm_in_kernel": True,
             "use_gate_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": self.allow_neg_eigval,
             "A_log": self.A_log.to(parameter_dtype),
             "dt_bias": self.dt_bias.to(parameter_dtype),
             "lower_bound": self.lower_bound,
@@ -209,11 +292,17 @@ class KimiDeltaAttention(nn.Module):
         }
         return inputs, (q_tail, k_tail, v_tail)
 
-    def _check(self, x: Tensor, cache: KimiDeltaCache | None, cu_seqlens: Tensor | None) -> None:
+    def _check(self, x: Tensor, cache: KimiDeltaCache | None, cu_seqlens: Tensor | None, mask: Tensor | None) -> None:
         if x.dim() != 3 or x.shape[2] != self.hidden_size:
             raise ValueError(f"x: expected [B, T, hidden_size = {self.hidden_size}], got {list(x.shape)}")
-        if cu_seqlens is not None and x.shape[0] != 1:
-            raise ValueError(f"x: expected batch size 1 beside cu_seqlens, got {list(x.shape)}")
+        if cu_seqlens is not None:
+            check_cu_seqlens(cu_seqlens, x)
+            if x.shape[0] != 1:
+                raise ValueError(f"x: expected batch size 1 beside cu_seqlens, got {list(x.shape)}")
+            if mask is not None:
+                raise ValueError("attention_mask: expected None beside cu_seqlens, got a tensor")
+        if mask is not None and mask.shape != x.shape[:2]:
+            raise ValueError(f"attention_mask: expected [B, T] = {list(x.shape[:2])}, got {list(mask.shape)}")
         N = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         if cache is not None and cache.state.shape[0] != N:
             raise ValueError(f"cache: expected N = {N} sequences as x, got a cache of {cache.state.shape[0]}")
