@@ -85,7 +85,8 @@ class MyKernel:
     def activation(self, call: KdaCall, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> dict[str, Tensor]:
         """M1. Rows past the sequence's end are 0, so that they write nothing to the state."""
         if call.use_qk_l2norm_in_kernel:
-            q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+            # In fp64, since the squares of large elements are beyond fp32: a gate has some.
+            q, k = ((x * torch.rsqrt(x.double().square().sum(-1, keepdim=True) + 1e-6)).float() for x in (q, k))
         g = g.clamp(min=-104.0)  # exp(-104) is 0 in fp32, and -inf - (-inf) would be NaN
         G = filled(g).double().cumsum(-2)
         return {"q": filled(q * call.scale), "k": filled(k), "beta": filled(beta.unsqueeze(-1)).squeeze(-1), "G": G}

@@ -99,7 +99,7 @@ def _check_arguments(op: Op, values: dict[str, Any]) -> None:
     for name in PER_TOKEN:
         _require_tensor(name, values[name])
     if (cu_seqlens := values["cu_seqlens"]) is not None:
-        _check_cu_seqlens(cu_seqlens, q)
+        check_cu_seqlens(cu_seqlens, q)
     _check_ranks(q, k, v, g, beta, packed=cu_seqlens is not None)
     _check_inputs(q, k, v, g, beta)
     _check_parameters(values["A_log"], values["dt_bias"], q, v)
@@ -203,7 +203,7 @@ def _check_parameters(A_log: Tensor | None, dt_bias: Tensor | None, q: Tensor, v
                 raise ValueError(f"{name}: expected {spelled} = {size} elements, got {_shape(x)}")
 
 
-def _check_cu_seqlens(cu: Tensor, q: Tensor) -> None:
+def check_cu_seqlens(cu: Tensor, q: Tensor) -> None:
     _require_tensor("cu_seqlens", cu)
     _require_dtype("cu_seqlens", cu, *_INTS)
     if cu.dim() != 1 or cu.shape[0] < 2:
@@ -270,6 +270,9 @@ def _check_pool(call: KdaCall) -> None:
 
 
 def _check_inplace(state: Tensor) -> None:
+    if state.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError("initial_state: expected a tensor that may be written with inplace_final_state, got one of "
+                         "torch.inference_mode(), which only a call inside of it may write")  # fmt: skip
     if state.is_neg():
         raise ValueError("initial_state: expected memory that holds its values with inplace_final_state, got a view "
                          "with the negative bit; resolve_neg() makes one")  # fmt: skip

@@ -58,8 +58,8 @@ def chunk_kda(
             `lower_bound` is set.
         dt_bias: dtypes as `A_log`, HV·K elements in any shape, or None.
         lower_bound: in [-5, 0).
-        cu_seqlens: int32 or int64 `[N + 1]` on the tensors' device: starts at 0, never decreases; equal neighbours
-            are empty sequences, and tokens past its last value are padding, for which `o` is 0.
+        cu_seqlens: int32 or int64 `[N + 1]` on the tensors' device: never decreases; equal neighbours are empty
+            sequences, and tokens before its first value and from its last one on are padding, for which `o` is 0.
         state_v_first: layout of `initial_state` and of the returned state.
         backend: "auto", "tilelang", "pypto" or "torch"; None reads the environment's KDA_BACKEND, default "auto".
 
@@ -70,7 +70,13 @@ def chunk_kda(
         ValueError, TypeError: an argument is wrong; the message names it, what was expected and what came.
         NotImplementedError: an explicitly named backend cannot take the call, with every reason.
     """
-    return _run("chunk_kda", locals())
+    return _run("chunk_kda", {
+        "q": q, "k": k, "v": v, "g": g, "beta": beta, "scale": scale, "initial_state": initial_state,
+        "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound,
+        "cu_seqlens": cu_seqlens, "state_v_first": state_v_first, "backend": backend,
+    })  # fmt: skip
 
 
 def fused_recurrent_kda(
@@ -108,8 +114,8 @@ def fused_recurrent_kda(
             from slot `ssm_state_indices[n]`; its last state goes back there (in place) or to row n of a new
             `[N, HV, V, K]`. `[N, S]`, for speculative decoding with at most S drafted tokens per sequence: the state
             after token t goes to slot `ssm_state_indices[n, t]` (in place), or to the token's row of a new
-            `[B·T, HV, V, K]`. Slot 0 is the null slot, as are negative indices: a sequence that starts there gives
-            o = 0, and nothing is read or written for it.
+            `[B·T, HV, V, K]`. Slot 0 is the null slot, as are negative indices and those past the pool: a sequence that
+            starts there gives o = 0, and nothing is read or written for it.
         num_accepted_tokens: int32 or int64 `[N]`, each in 1..S, with `[N, S]` indices: sequence n starts from slot
             `ssm_state_indices[n, num_accepted_tokens[n] - 1]`, the state after its last accepted token.
 
@@ -119,7 +125,15 @@ def fused_recurrent_kda(
     Raises:
         As `chunk_kda`.
     """
-    return _run("fused_recurrent_kda", locals())
+    return _run("fused_recurrent_kda", {
+        "q": q, "k": k, "v": v, "g": g, "beta": beta, "scale": scale, "initial_state": initial_state,
+        "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound,
+        "cu_seqlens": cu_seqlens, "state_v_first": state_v_first,
+        "inplace_final_state": inplace_final_state, "ssm_state_indices": ssm_state_indices,
+        "num_accepted_tokens": num_accepted_tokens, "backend": backend,
+    })  # fmt: skip
 
 
 def _run(op: Op, values: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -129,7 +143,13 @@ def _run(op: Op, values: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     backend = values.pop("backend")
     call = checked(op, **values)
     chosen = backends.select(call, backend)
-    if library.records(call) and not backends.load(chosen).differentiable:
+    if call.q.is_meta and chosen == "torch":
+        return library.traced(op, values | {"backend": backend})
+    differentiable = backends.load(chosen).differentiable
+    if torch._C._are_functorch_transforms_active() and not differentiable:
+        raise NotImplementedError(f"backend {chosen!r} cannot take this {op} call: the transforms of torch.func go "
+                                  "through the backend torch alone")  # fmt: skip
+    if not differentiable and library.records(call):
         o, states = library.Recorded.apply(call, chosen, *(getattr(call, name) for name in DIFFERENTIABLE))
     else:
         o, states = backends.run(chosen, call)

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tarfile
 import zipfile
@@ -19,6 +20,7 @@ import kda
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"kda": "kda", "backends": "kda/backends", "golden": "kda/golden"}
+DEPENDENCIES = ("numpy", "rich", "torch")
 INFO = f"kda_ops-{kda.__version__}.dist-info/"
 
 CALL = """
@@ -88,7 +90,7 @@ def test_the_source_distribution_holds_real_folders(built: Built) -> None:
 
 
 def test_the_wheel_works_with_its_dependencies_alone(built: Built, tmp_path: Path) -> None:
-    python = new_environment(tmp_path, "torch", "rich")
+    python = new_environment(tmp_path, *DEPENDENCIES)
     pip_install(python, built.wheel, cwd=tmp_path)
     place = Path(run(python, "-c", CALL, cwd=tmp_path).strip())
     assert place.is_relative_to(tmp_path / "venv")
@@ -101,12 +103,14 @@ def test_the_wheel_works_with_its_dependencies_alone(built: Built, tmp_path: Pat
         for text in importlib.metadata.Distribution.at(next(place.parents[1].glob("kda_ops-*"))).requires
         if "extra ==" not in text
     ]
-    assert sorted(required) == ["rich", "torch"]
+    assert sorted(required) == sorted(DEPENDENCIES)
+    done = subprocess.run([python.with_name("kda"), "--version"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), "a command starts without a word"
 
 
 def test_a_clone_works_where_it_lies(tmp_path: Path) -> None:
-    """With torch and rich installed and nothing else: neither the package nor a path to it."""
-    python, here = new_environment(tmp_path, "torch", "rich"), clone(tmp_path)
+    """With its dependencies installed and nothing else: neither the package nor a path to it."""
+    python, here = new_environment(tmp_path, *DEPENDENCIES), clone(tmp_path)
     assert (here / "kda" / "backends").is_symlink() and (here / "kda" / "golden").is_symlink()
     shown = run(python, "-m", "kda", "info", cwd=here)
     assert f"kda {kda.__version__}" in re.sub(" +", " ", shown) and "tilelang is not installed" in shown
@@ -115,7 +119,7 @@ def test_a_clone_works_where_it_lies(tmp_path: Path) -> None:
 
 def test_a_plain_install_and_a_clone_do_not_disturb_each_other(tmp_path: Path) -> None:
     """The wheel is built straight from the clone here. Inside the clone the clone's own code runs."""
-    python, here = new_environment(tmp_path, "torch", "rich"), clone(tmp_path)
+    python, here = new_environment(tmp_path, *DEPENDENCIES), clone(tmp_path)
     pip_install(python, ".", cwd=here)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     recorded = importlib.metadata.Distribution.at(site / INFO.strip("/")).files
@@ -127,7 +131,7 @@ def test_a_plain_install_and_a_clone_do_not_disturb_each_other(tmp_path: Path) -
 
 
 def test_an_editable_install_follows_the_clone(tmp_path: Path) -> None:
-    python, here = new_environment(tmp_path, "torch", "rich"), clone(tmp_path)
+    python, here = new_environment(tmp_path, *DEPENDENCIES), clone(tmp_path)
     pip_install(python, "--editable", here, cwd=tmp_path)
     assert Path(run(python, "-c", CALL, cwd=tmp_path).strip()) == here / "kda" / "__init__.py"
     with (here / "golden" / "constants.py").open("a") as file:
@@ -169,7 +173,7 @@ kda.fused_recurrent_kda(x, x, x, x, beta, ssm_state_indices=[1])  # expect: arg-
 
 def test_a_type_checker_sees_what_a_user_does_wrong(built: Built, tmp_path: Path) -> None:
     pytest.importorskip("mypy")
-    python = new_environment(tmp_path, "torch", "rich")
+    python = new_environment(tmp_path, *DEPENDENCIES)
     pip_install(python, built.wheel, cwd=tmp_path)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
