@@ -10,12 +10,16 @@ from typing import Any
 import torch
 
 from . import inputs
+from .backward import chunk_kda_backward_golden
 from .chunk import chunk_kda_golden
 from .compare import Comparison, compare
 from .recurrent import recurrent_kda_golden
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 1e-2}
 LENGTHS = [64, 1, 0, 130, 37]
+
+STEP, SLOPE_TOLERANCE = 1e-5, 1e-6
+"""Of the differences that gradients are held to; in fp64 these are good to about 1e-8."""
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -50,6 +54,31 @@ def self_check() -> dict[str, Comparison]:
     return results
 
 
+def gradient_check() -> dict[str, Comparison]:
+    """The gradient of each argument, along a random direction, against how the recurrence's results change with it."""
+    call = inputs.raw(1, sum(LENGTHS), 2, 16, HV=4, lengths=LENGTHS, dtype=torch.float64, initial_state=True)
+    generator = torch.Generator("cpu").manual_seed(1)
+
+    def draw(like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    do, d_state = draw(call["v"]), draw(call["initial_state"])
+
+    def loss(**changed: torch.Tensor) -> torch.Tensor:
+        o, state = recurrent_kda_golden(**call | changed)
+        assert state is not None, "the call asks for the state"
+        return (o * do).sum() + (state * d_state).sum()
+
+    results: dict[str, Comparison] = {}
+    for name, gradient in chunk_kda_backward_golden(do, d_state, **call).items():
+        direction = draw(gradient)
+        after, before = (loss(**{name: call[name] + step * direction}) for step in (STEP, -STEP))
+        slope = (after - before) / (2 * STEP)
+        actual = (gradient * direction).sum()
+        results[f"gradient of {name}"] = compare(actual, slope, atol=SLOPE_TOLERANCE, rtol=SLOPE_TOLERANCE)
+    return results
+
+
 def _alone(call: dict[str, Any], n: int, tokens: slice) -> dict[str, Any]:
     """The n-th sequence of a TND call as a fixed-length call of its own."""
     alone = {name: x for name, x in call.items() if name != "cu_seqlens"}
@@ -58,9 +87,10 @@ def _alone(call: dict[str, Any], n: int, tokens: slice) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    description = "The golden checks itself: its chunked form against the token recurrence. Exit code 1 on failure."
+    description = "The golden checks itself: its chunked form and its gradients against the token recurrence. "
+    description += "Exit code 1 on failure."
     argparse.ArgumentParser(prog="python -m kda.golden", description=description).parse_args(argv)
-    checks = self_check()
+    checks = self_check() | gradient_check()
     for label, comparison in checks.items():
         print(f"{label}: {comparison}")
     return 0 if all(c.ok for c in checks.values()) else 1

@@ -11,6 +11,9 @@ from torch.nn.functional import softplus
 
 from .constants import L2_NORM_EPS, L2_NORM_SHRINK, MIN_LOG_DECAY
 
+MAX_RATE = 1e300
+"""exp(A_log) is bounded here, where every gate has long been shut or open: 0 times an infinite one would be NaN."""
+
 
 @dataclass(frozen=True)
 class Activation:
@@ -42,23 +45,30 @@ class Activation:
     def keys(self, k: Tensor) -> Tensor:
         return l2_norm(k) if self.use_qk_l2norm_in_kernel else k
 
-    def log_decay(self, g: Tensor) -> Tensor:
-        """Log decay per token and channel in fp64, within [MIN_LOG_DECAY, 0].
+    @property
+    def rate(self) -> Tensor | float:
+        """exp(A_log) in fp64."""
+        return 1.0 if self.A_log is None else self.A_log.double().exp().clamp(max=MAX_RATE)
 
-        Raw gate: -exp(A_log) softplus(g + dt_bias), or lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
+    def gate_input(self, g: Tensor) -> Tensor:
+        """g + dt_bias in fp64."""
+        return g.double() if self.dt_bias is None else g.double() + self.dt_bias.double()
+
+    def log_decay(self, g: Tensor) -> Tensor:
+        """Log decay per token and channel in fp64, within [MIN_LOG_DECAY, 0]."""
+        return self.unbounded_log_decay(g).clamp(min=MIN_LOG_DECAY)
+
+    def unbounded_log_decay(self, g: Tensor) -> Tensor:
+        """The same in [-inf, 0]: g itself or, where it is a raw gate, -exp(A_log) softplus(g + dt_bias) or, with a
+        lower bound, lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
         """
-        g = g.double()
-        if self.use_gate_in_kernel:
-            if self.dt_bias is not None:
-                g = g + self.dt_bias.double()
-            if self.lower_bound is not None:
-                rate = 1.0 if self.A_log is None else self.A_log.double().exp()
-                g = self.lower_bound * torch.sigmoid(rate * g)
-            elif self.A_log is not None:
-                g = -self.A_log.double().exp() * softplus(g)
-            else:
-                raise ValueError("A_log: expected with use_gate_in_kernel unless lower_bound is set, got None")
-        return g.clamp(min=MIN_LOG_DECAY)
+        if not self.use_gate_in_kernel:
+            return g.double()
+        if self.lower_bound is not None:
+            return self.lower_bound * torch.sigmoid(self.rate * self.gate_input(g))
+        if self.A_log is None:
+            raise ValueError("A_log: expected with use_gate_in_kernel unless lower_bound is set, got None")
+        return -self.rate * softplus(self.gate_input(g))
 
     def step_size(self, beta: Tensor) -> Tensor:
         if not self.use_beta_sigmoid_in_kernel:
@@ -89,8 +99,17 @@ def activate(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, act: Activation, val
 
 def l2_norm(x: Tensor) -> Tensor:
     """x / sqrt(sum(x²) + eps) over the last axis."""
+    shrink, inverse = inverse_norm(x)
+    return x * shrink * inverse
+
+
+def inverse_norm(x: Tensor) -> tuple[Tensor, Tensor]:
+    """1 / sqrt(sum(x²) + eps) over the last axis, which stays with size 1.
+
+    It comes as two factors, to be multiplied with one after the other: of huge rows, the product alone may underflow.
+    """
     squares = x.square().sum(-1, keepdim=True)
     too_large = squares.isinf()
-    x = x * torch.ones_like(squares).masked_fill(too_large, L2_NORM_SHRINK)
+    shrink = torch.ones_like(squares).masked_fill(too_large, L2_NORM_SHRINK)
     eps = torch.full_like(squares, L2_NORM_EPS).masked_fill(too_large, 0.0)
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+    return shrink, torch.rsqrt((x * shrink).square().sum(-1, keepdim=True) + eps)

@@ -32,6 +32,11 @@ STAGES: dict[str, tuple[str, ...]] = {
 }
 """Stage -> the tensors it hands out, in the order of the pipeline."""
 
+AXES = dict.fromkeys((name for names in STAGES.values() for name in names), "CK") | {
+    "beta": "C", "Akk": "CC", "Aqk": "CC", "Ainv": "CC", "decay": "K", "u": "CV", "h": "KV", "v_new": "CV",
+}  # fmt: skip
+"""Each of these tensors -> its axes in every chunk and head."""
+
 
 def stages(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, act: Activation, initial_state: Tensor,

@@ -17,7 +17,7 @@ from kda import backends, golden
 from kda.backends.call import PER_TOKEN, KdaCall, state_dtype
 from kda.checks import checked
 from kda.cli.memory import free_memory
-from kda.golden.compare import Comparison, compare, rel_rmse
+from kda.golden.compare import Comparison, compare
 from kda.golden.constants import CHUNK_SIZE
 
 O_LIMIT = 1e-2
@@ -230,11 +230,7 @@ def first_departing_stage(backend: str, inputs: Inputs) -> str | None:
     if not actual:
         return None
     expected = golden.chunk_kda_stages(**inputs, chunk_size=actual["Aqk"].shape[-1])
-    for stage, names in golden.STAGES.items():
-        for name in names:
-            if name in actual and not (error := rel_rmse(actual[name], expected[name])) <= REL_RMSE_LIMIT:
-                return f"{stage} ({name}, relative RMSE {error:.2e})"
-    return None
+    return golden.first_departure(actual, expected, REL_RMSE_LIMIT)
 
 
 def run_case(case: Case, backend: str, device: torch.device, dtype: torch.dtype) -> Result:
