@@ -1,4 +1,4 @@
-"""The calls as torch operators, which torch.compile takes for one node each; and the gradient of backends without one.
+"""The calls as torch operators, which torch.compile takes for one node each; and their gradients.
 
 `kda::chunk_kda` and `kda::fused_recurrent_kda` are the two operators, `kda::fused_recurrent_kda_` is the latter in
 place, and `kda::chunk_kda_backward`, `kda::fused_recurrent_kda_backward` are their gradients. Their schemas are made
@@ -7,7 +7,7 @@ from the table of arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,14 +36,17 @@ def traced(op: Op, values: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
 
 
 class Recorded(torch.autograd.Function):
-    """A checked call of a backend without a backward pass, in autograd's graph: torch's formulas differentiate it."""
+    """A checked call of a backend that autograd cannot see through, in its graph. The inputs alone are saved."""
 
     @staticmethod
     def forward(ctx: Any, call: KdaCall, backend: str, *_: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Behind the backend come the call's own tensors named DIFFERENTIABLE, since autograd has to see them."""
         values = {argument.name: getattr(call, argument.name) for argument in ARGUMENTS[call.op]}
         ctx.tensors = [name for name, x in values.items() if isinstance(x, Tensor)]
-        ctx.rest = {"op": call.op} | {name: x for name, x in values.items() if name not in ctx.tensors}
+        ctx.backend = backend
+        ctx.rest = {"op": call.op, "memo": call.memo} | {
+            name: x for name, x in values.items() if name not in ctx.tensors
+        }
         ctx.save_for_backward(*(values[name] for name in ctx.tensors))
         return _own(*backends.run(backend, call))
 
@@ -51,7 +54,7 @@ class Recorded(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call = KdaCall(**ctx.rest, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)))
         wanted = [name for name, needed in zip(DIFFERENTIABLE, ctx.needs_input_grad[2:], strict=True) if needed]
-        found = gradients(call, wanted, grads, twice=torch.is_grad_enabled())
+        found = gradients(call, ctx.backend, wanted, grads, twice=torch.is_grad_enabled())
         return (None, None, *(found.get(name) for name in DIFFERENTIABLE))
 
 
@@ -68,12 +71,16 @@ def records(call: KdaCall) -> bool:
 
 
 def gradients(
-    call: KdaCall, wanted: Sequence[str], grads: Sequence[Tensor | None], *, twice: bool = False
-) -> dict[str, Tensor | None]:
-    """Of the call's tensors that are named, from those of o and of the states: torch computes the call anew.
+    call: KdaCall, backend: str, wanted: Sequence[str], grads: Sequence[Tensor | None], *, twice: bool = False
+) -> Mapping[str, Tensor | None]:
+    """Of the call's tensors that are named, from those of o and of the states.
 
-    With `twice`, autograd can differentiate the result once more.
+    A backend without a backward pass of its own gets torch's, which computes the call anew; so does every backend with
+    `twice`, that is where autograd has to differentiate the result once more.
     """
+    backward = getattr(backends.load(backend), f"{call.op}_backward", None)
+    if backward is not None and not twice and call.B * call.T:
+        return backward(call, wanted, *grads)
     with torch.enable_grad():
         # Tensors of their own, so that one given for two arguments gets the gradient of each.
         own = Tensor.view_as if twice else lambda x, _: x.detach().requires_grad_()
@@ -131,9 +138,10 @@ def _fake_inplace(*values: Any) -> Tensor:
 def _backward(op: Op, wanted: Sequence[bool], grad_o: Tensor, grad_states: Tensor, *values: Any) -> list[Tensor]:
     """The gradients of the arguments that are wanted, in their order."""
     names = [name for name, needed in zip(_KINDS[op], wanted, strict=True) if needed]
-    call, _ = _checked(op, values)
+    call, backend = _checked(op, values)
+    grads = (grad_o, grad_states if call.output_final_state else None)
     with _autograd_inside():
-        found = gradients(call, names, (grad_o, grad_states if call.output_final_state else None))
+        found = gradients(call, backends.select(call, backend), names, grads)
     like = dict(zip(_KINDS[op], values, strict=True))
     result = [torch.empty_like(like[name], memory_format=torch.contiguous_format) for name in names]
     for name, x in zip(names, result, strict=True):

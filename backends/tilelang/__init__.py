@@ -12,6 +12,7 @@ from kda.backends.call import KdaCall
 from kda.backends.environment import emulating
 
 from .ahead import build_ahead, build_all, wanted
+from .backward import chunk_kda_backward
 from .build import HOPPER, target_for
 from .chunk import chunk_kda, stages
 from .detect import import_failure, missing_compilers, missing_device, missing_tilelang
@@ -19,8 +20,8 @@ from .kept import cache, is_empty
 from .recurrent import fused_recurrent_kda
 
 __all__ = [
-    "about", "build_ahead", "build_all", "cache", "chunk_kda", "differentiable", "fused_recurrent_kda", "refuses",
-    "stages", "takes", "unusable", "wanted",
+    "about", "build_ahead", "build_all", "cache", "chunk_kda", "chunk_kda_backward", "differentiable",
+    "fused_recurrent_kda", "refuses", "stages", "takes", "unusable", "wanted",
 ]  # fmt: skip
 
 about = (

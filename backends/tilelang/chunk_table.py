@@ -12,10 +12,10 @@ never meet, at the price of at most one unused entry each. Nothing about the len
 
 What prepare leaves for a chunk and value head stands side by side in one tensor [entries, HV, CHUNK_SIZE, width]:
 
-    qg (K columns) | kg (K) | w (K) | u (V) | aqk (CHUNK_SIZE)
+    qg (K columns) | kg (K) | w (K) | u (V) | aqk (CHUNK_SIZE) [ | ainv (CHUNK_SIZE) ]
 
-so that a call allocates and hands over one tensor instead of five. Rows past a sequence's end are zero, so a kernel
-that reads the table needs no masks; an unused entry is neither written nor read.
+so that a call allocates and hands over one tensor instead of five; Ainv is there for the backward pass alone. Rows past
+a sequence's end are zero, so a kernel that reads the table needs no masks; an unused entry is neither written nor read.
 """
 
 from typing import NamedTuple
@@ -35,17 +35,20 @@ class Columns(NamedTuple):
     w: int
     u: int
     aqk: int
+    ainv: int
     width: int
 
 
-def columns(K: int, V: int) -> Columns:
+def columns(K: int, V: int, *, with_ainv: bool) -> Columns:
     """Where the parts of a table for heads of K and V stand."""
-    return Columns(K, 2 * K, 3 * K, 3 * K + V, 3 * K + V + CHUNK_SIZE)
+    ainv = 3 * K + V + CHUNK_SIZE
+    return Columns(K, 2 * K, 3 * K, 3 * K + V, ainv, ainv + (CHUNK_SIZE if with_ainv else 0))
 
 
 def parts(table: Tensor, K: int, V: int) -> dict[str, Tensor]:
-    """Views of a table's parts, by the golden's names."""
-    return dict(zip(("qg", "kg", "w", "u", "Aqk"), table.split((K, K, K, V, CHUNK_SIZE), dim=-1), strict=True))
+    """Views of the parts of a table with Ainv, by the golden's names."""
+    widths = (K, K, K, V, CHUNK_SIZE, CHUNK_SIZE)
+    return dict(zip(("qg", "kg", "w", "u", "Aqk", "Ainv"), table.split(widths, dim=-1), strict=True))
 
 
 def num_entries(total_tokens: int, num_sequences: int, varlen: bool) -> int:

@@ -12,7 +12,7 @@ import torch
 from decode_calls import CALLS, check
 
 import kda
-from kda.backends.tilelang import build, chunk
+from kda.backends.tilelang import build, chunk, tables
 from kda.checks import checked
 from kda.gates.case import run_case
 from kda.gates.command import CASES as GATES
@@ -79,27 +79,27 @@ def test_gradient_comes_from_torch() -> None:
 def test_the_twins_of_prepare_agree(gate: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread-level kernel, which no CPU can execute, against the tile-level one, which the CPU tests hold."""
     call = inputs.stable(1, 1000, 2, HV=4, gate=gate, lengths=[100, 0, 867], dtype=dtype, device="cuda")
-    tables = []
-    for twin in (chunk.PREPARE[build.CPU], chunk.PREPARE[build.HOPPER]):
-        monkeypatch.setitem(chunk.PREPARE, build.HOPPER, twin)
-        tables.append(chunk.stages(replace(checked("chunk_kda", **call), memo={})))
-    for name, tile_level in tables[0].items():
-        assert rel_rmse(tables[1][name], tile_level) <= 5e-3, name
+    found = []
+    for twin in (tables.PREPARE[build.CPU], tables.PREPARE[build.HOPPER]):
+        monkeypatch.setitem(tables.PREPARE, build.HOPPER, twin)
+        found.append(chunk.stages(replace(checked("chunk_kda", **call), memo={})))
+    for name, tile_level in found[0].items():
+        assert rel_rmse(found[1][name], tile_level) <= 5e-3, name
 
 
 @pytest.mark.parametrize("V", [64, 128])
 def test_chunk_o_makes_the_recurrences_output_of_the_snapshots(V: int, monkeypatch: pytest.MonkeyPatch) -> None:
     call = inputs.stable(2, 500, 2, V=V, initial_state=True, device="cuda")
     o, _ = kda.chunk_kda(**call, backend="tilelang")
-    tables: list[torch.Tensor] = []
+    read: list[torch.Tensor] = []
 
     def noting(target: str, builder: str, **parameters: Any) -> Callable[..., None]:
         kernel = build.build(target, builder, **parameters)
-        return lambda *arguments: (tables.append(arguments[0]), kernel(*arguments))
+        return lambda *arguments: (read.append(arguments[0]), kernel(*arguments))
 
-    monkeypatch.setattr(chunk, "build", noting)
+    monkeypatch.setattr(tables, "build", noting)
     stages = chunk.stages(replace(checked("chunk_kda", **call), memo={}))
-    table = tables[-1]  # what chunk_delta_h, the last kernel, read
+    table = read[-1]  # what chunk_delta_h, the last kernel, read
     builder = "kda.backends.tilelang.kernels.chunk_o.chunk_o"
     chunk_o = build.build(build.HOPPER, builder, HV=2, K=128, V=V, dtype="bfloat16", block_V=V)
     pair_o = torch.full_like(o, float("nan"))

@@ -52,7 +52,7 @@ def carry(
     f32 = "float32"
     tiles = V // block_V
     blocks = HV * tiles
-    at = columns(K, V)
+    at = columns(K, V, with_ainv=False)
     B, L, entries, N, N1 = T.dynamic("B, L, entries, N, N1")
     sequences = N1 - 1 if varlen else N
     initial_state_t = state_tensor(sequences, HV, K, V, state_v_first) if has_initial_state else None

@@ -1,10 +1,10 @@
-"""M4's carry, with a snapshot of the state for every chunk: what `stages` shows and chunk_o starts from.
+"""M4's carry, with a snapshot of the state for every chunk: what the backward pass, `stages` and chunk_o start from.
 
 Per (sequence, value head, tile of V), chunk after chunk, with Sᵀ [tile, K] fp32 in registers, as in carry.py:
 
     hᵀ = S      v_new = u - w S      S <- diag(decay) S + kgᵀ v_new
 
-in: table [entries, HV, 64, width] (chunk_table.py), of which kg, w and u; decay [entries, HV, K] fp32,
+in: table [entries, HV, 64, width] (chunk_table.py, with Ainv), of which kg, w and u; decay [entries, HV, K] fp32,
     initial_state fp32, or zeros
 out: h [entries, HV, V, K], the state entering the chunk; v_new [entries, HV, 64, V]; final_state fp32
 
@@ -44,7 +44,7 @@ def chunk_delta_h(
     f32 = "float32"
     tiles = V // block_V
     blocks = HV * tiles
-    at = columns(K, V)
+    at = columns(K, V, with_ainv=True)
     entries, N, N1 = T.dynamic("entries, N, N1")
     sequences = N1 - 1 if varlen else N
     initial_state_t = state_tensor(sequences, HV, K, V, state_v_first) if has_initial_state else None
@@ -81,7 +81,8 @@ def chunk_delta_h(
             u_s = T.alloc_shared((C, block_V), dtype)
             kg_s = T.alloc_shared((C, K), dtype)
             decay_s = T.alloc_shared((K,), f32)
-            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (u_s, v_new_s)})
+            state_s = T.alloc_shared((block_V, K), dtype)
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (u_s, v_new_s, state_s)})
 
             if has_initial_state:
                 load_state(initial_state, n, hv, column, state_v_first, state)
@@ -92,19 +93,25 @@ def chunk_delta_h(
                 T.copy(table[base + c, hv, 0:C, at.u + column : at.u + column + block_V], u_s)
                 T.copy(decay[base + c, hv, 0:K], decay_s)
                 T.copy(table[base + c, hv, 0:C, at.kg : at.kg + K], kg_s)
-                T.copy(state, state_h)
-                T.copy(state_h, h[base + c, hv, column : column + block_V, 0:K])
-                T.gemm(state_h, w_s, v_new_f, transpose_B=True, clear_accum=True, policy=BY_COLUMNS_OF_V)
-                for j, i in T.Parallel(block_V, C):
-                    v_new_f[j, i] = u_s[i, j] - v_new_f[j, i]
-                T.copy(v_new_f, v_new_h)
-                for j, i in T.Parallel(block_V, K):
-                    state[j, i] = state[j, i] * decay_s[i]
-                T.gemm(v_new_h, kg_s, state, policy=BY_COLUMNS_OF_V)
-                for j, i in T.Parallel(block_V, C):
-                    v_new_s[i, j] = v_new_h[j, i]
-                # A plain store: a TMA store would have the loop wait until it has read the tile.
-                T.copy(v_new_s, v_new[base + c, hv, 0:C, column : column + block_V], disable_tma=True)
+                # One statement to TileLang, as in carry.py.
+                for _ in T.serial(1):
+                    T.copy(state, state_h)
+                    for j, i in T.Parallel(block_V, K):
+                        state[j, i] = state[j, i] * decay_s[i]
+                    T.wgmma_gemm(state_h, w_s, v_new_f, transpose_B=True, clear_accum=True, policy=BY_COLUMNS_OF_V)
+                    T.copy(state_h, state_s)
+                    T.wait_wgmma(0)
+                    for j, i in T.Parallel(block_V, C):
+                        v_new_f[j, i] = u_s[i, j] - v_new_f[j, i]
+                    T.copy(v_new_f, v_new_h)
+                    T.wgmma_gemm(v_new_h, kg_s, state, policy=BY_COLUMNS_OF_V)
+                    for j, i in T.Parallel(block_V, C):
+                        v_new_s[i, j] = v_new_h[j, i]
+                    # Plain stores: TMA stores would have the loop wait until they have read the tiles. Whole lines
+                    # through shared memory, since from registers they would be of four bytes.
+                    T.copy(state_s, h[base + c, hv, column : column + block_V, 0:K], disable_tma=True)
+                    T.copy(v_new_s, v_new[base + c, hv, 0:C, column : column + block_V], disable_tma=True)
+                    T.wait_wgmma(0)
             if has_final_state:
                 store_state(state, final_state, n, hv, column, state_v_first)
 

@@ -37,7 +37,7 @@ def chunk_o(
     """
     f32 = "float32"
     tiles = V // block_V
-    at = columns(K, V)
+    at = columns(K, V, with_ainv=True)
     B, L, entries, N1 = T.dynamic("B, L, entries, N1")
     cu_seqlens_t = T.Tensor((N1,), cu_dtype) if varlen else None
     owner_t = T.Tensor((entries,), "int32") if varlen else None

@@ -63,15 +63,42 @@ def chunk(entry: Any, cu_seqlens: Any, owner: Any, seq_len: Any, varlen: bool):
     return t0, rows
 
 
-def plan(*, HV: int, V: int, dtype: str, cu_dtype: str) -> Any:
+@T.macro
+def _clear_row(x: Any, row: Any):
+    """x [1, T, heads, dim] or [1, T, heads]."""
+    if len(x.shape) == 4:
+        for h, c in T.Parallel(*x.shape[2:]):
+            x[0, row, h, c] = 0
+    else:
+        for h in T.Parallel(x.shape[2]):
+            x[0, row, h] = 0
+
+
+def plan(
+    *,
+    HV: int,
+    V: int,
+    dtype: str,
+    cu_dtype: str,
+    K: int | None = None,
+    g_dtype: str | None = None,
+    beta_dtype: str | None = None,
+) -> Any:
     """Kernel (cu_seqlens [N + 1], owner [entries], order [N], o [1, T, HV, V]) for varlen calls; all but cu_seqlens
     are outputs, owner and order int32.
 
     owner[s] becomes the sequence that owns entry s, or UNUSED; order the sequences from the longest on (equal
     ones as they come; beyond _MAX_ORDERED, all as they come). Rows of o before cu_seqlens[0] and from cu_seqlens[N] on
-    are padding and become 0; no other row is touched.
+    are padding and become 0; no other row is touched. For the backward pass, which names K and the dtypes of g and
+    beta, dv is in the place of o, and behind it come dq and dk, dg and dbeta, which are treated alike.
     """
+    backward = K is not None
     N1, S, L = T.dynamic("N1, S, L")
+    # dq and dk have a type each: TileLang takes one type for one tensor.
+    dq_t = T.Tensor((1, L, HV, K), dtype) if backward else None
+    dk_t = T.Tensor((1, L, HV, K), dtype) if backward else None
+    dg_t = T.Tensor((1, L, HV, K), g_dtype) if backward else None
+    dbeta_t = T.Tensor((1, L, HV), beta_dtype) if backward else None
 
     @T.prim_func
     def kda_plan(
@@ -79,6 +106,10 @@ def plan(*, HV: int, V: int, dtype: str, cu_dtype: str) -> Any:
         owner: T.Tensor((S,), "int32"),
         order: T.Tensor((N1 - 1,), "int32"),
         o: T.Tensor((1, L, HV, V), dtype),
+        dq: dq_t,
+        dk: dk_t,
+        dg: dg_t,
+        dbeta: dbeta_t,
     ):
         # One block a sequence marks its entries (the last one those behind all sequences) and counts the longer ones;
         # the others clear the padding.
@@ -116,7 +147,11 @@ def plan(*, HV: int, V: int, dtype: str, cu_dtype: str) -> Any:
                 for i in T.serial(T.ceildiv(T.max(L - end + begin - (block - N1), 0), _CLEARING_BLOCKS)):
                     nth = block - N1 + i * _CLEARING_BLOCKS
                     row = T.if_then_else(nth < L - end, end + nth, nth - (L - end))
-                    for h, c in T.Parallel(HV, V):
-                        o[0, row, h, c] = 0
+                    _clear_row(o, row)
+                    if backward:
+                        _clear_row(dq, row)
+                        _clear_row(dk, row)
+                        _clear_row(dg, row)
+                        _clear_row(dbeta, row)
 
     return kda_plan

@@ -9,7 +9,8 @@ With a_t = exp(g_t) per channel, and k = v = beta = 0, a = 1 past a sequence's e
 
 in (dtype; B = 1 in the varlen form):
     q, k [B, T, H, K]   v [B, T, HV, V]   g [B, T, HV, K]   beta [B, T, HV]   A_log [HV], dt_bias [HV * K] fp32
-out: qg, kg, w, u and Aqk in table [entries, HV, 64, width] (chunk_table.py), decay [entries, HV, K] fp32
+out: qg, kg, w, u, Aqk and, if asked for, Ainv in table [entries, HV, 64, width] (chunk_table.py),
+    decay [entries, HV, K] fp32
 
 Aqk and Akk: see scores.py; the inverse: see inverse.py.
 
@@ -56,6 +57,7 @@ def prepare(
     bounded_gate: bool = False,
     use_beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
+    with_ainv: bool = False,
 ) -> Any:
     """Kernel (q, k, v, g, beta, [A_log, dt_bias], [lower_bound], scale, [cu_seqlens, owner] | seq_len,
     table, decay).
@@ -66,7 +68,7 @@ def prepare(
     f32 = "float32"
     split = dtype != f32
     operand_dtype = "float16" if split else f32
-    at = columns(K, V)
+    at = columns(K, V, with_ainv=with_ainv)
     B, L, entries, N1 = T.dynamic("B, L, entries, N1")
     a_log_t = T.Tensor((HV,), f32) if use_gate else None
     dt_bias_t = T.Tensor((HV * K,), f32) if use_gate else None
@@ -215,13 +217,16 @@ def prepare(
 
                 # M3; the results leave through their operands' buffers.
                 v_s = T.alloc_shared((C, V), dtype)
-                ainv_s = T.alloc_shared((C, C), dtype)
+                step_s = T.alloc_shared((C, C), dtype)
                 rest_s = T.alloc_shared((C, C), dtype) if split else None
+                ainv_s = T.alloc_shared((C, C), dtype) if with_ainv else None
                 load_rows(v, t0, rows, hv, v_s)
-                inverse_times_beta(akk_s, akk_low_s, beta_s, ainv_s, rest_s)
-                corrections(ainv_s, rest_s, k_decayed_s, K)
+                inverse_times_beta(akk_s, akk_low_s, beta_s, step_s, rest_s, ainv_s)
+                if with_ainv:
+                    T.copy(ainv_s, table[entry, hv, 0:C, at.ainv : at.ainv + C], disable_tma=True)
+                corrections(step_s, rest_s, k_decayed_s, K)
                 T.copy(k_decayed_s, table[entry, hv, 0:C, at.w : at.w + K], disable_tma=True)
-                corrections(ainv_s, rest_s, v_s, min(V, 128))
+                corrections(step_s, rest_s, v_s, min(V, 128))
                 T.copy(v_s, table[entry, hv, 0:C, at.u : at.u + V], disable_tma=True)
 
     return kda_prepare

@@ -6,11 +6,11 @@ import tilelang.language as T
 
 
 @T.macro
-def corrections(ainv_s: Any, rest_s: Any, x_s: Any, width: int):
-    """x_s [64, D] <- (ainv_s + rest_s) x_s, `width` columns at a time; rest_s may be None."""
+def corrections(step_s: Any, rest_s: Any, x_s: Any, width: int):
+    """x_s [64, D] <- (step_s + rest_s) x_s, `width` columns at a time; rest_s may be None."""
     product = T.alloc_fragment((x_s.shape[0], width), "float32")
     for j in T.unroll(x_s.shape[1] // width):
-        T.gemm(ainv_s, x_s[:, j * width : (j + 1) * width], product, clear_accum=True)
+        T.gemm(step_s, x_s[:, j * width : (j + 1) * width], product, clear_accum=True)
         if rest_s is not None:
             T.gemm(rest_s, x_s[:, j * width : (j + 1) * width], product)
         T.copy(product, x_s[:, j * width : (j + 1) * width])

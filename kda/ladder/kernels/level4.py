@@ -33,7 +33,7 @@ def _delta_inverse(k_s: Any, beta_s: Any, a: Any, akk_s: Any, akk_low: Any, akk_
     for i, j in T.Parallel(C, C):
         if i // HALF > j // HALF:
             akk_low_s[i % HALF, j] = akk_low[i, j]
-    inverse_times_beta(akk_s, akk_low_s, beta_s, t_s, t_rest_s)
+    inverse_times_beta(akk_s, akk_low_s, beta_s, t_s, t_rest_s, None)
 
 
 def delta_seq_in_loop(*, K: int, V: int, dtype: str, block_V: int = 32, threads: int = 128, num_stages: int = 1) -> Any:

@@ -19,7 +19,9 @@ pytest.importorskip("tilelang")
 
 from kda import backends
 from kda.backends.call import KdaCall
-from kda.backends.tilelang import ahead, build, build_ahead, build_all, chunk, host, recurrent, wanted
+from kda.backends.tilelang import (
+    ahead, backward, build, build_ahead, build_all, host, recurrent, tables, wanted,
+)  # fmt: skip
 from kda.backends.tilelang.build import CPU, HOPPER, Spec
 from kda.checks import checked
 from kda.golden import inputs
@@ -40,9 +42,9 @@ def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hosts take CPU tensors for those of an H200."""
-    for module in (chunk, host, recurrent):
+    for module in (backward, host, recurrent, tables):
         monkeypatch.setattr(module, "target_for", lambda device: HOPPER)
-    for module in (chunk, recurrent):
+    for module in (backward, recurrent, tables):
         monkeypatch.setattr(module, "processors", lambda device: 132)
 
 

@@ -107,7 +107,7 @@ def test_one_build_serves_every_length(emulate):
 
 
 def test_tiles_narrow_until_the_processors_are_busy(emulate, monkeypatch):
-    from kda.backends.tilelang import chunk
+    from kda.backends.tilelang import chunk, tables
 
     widths = {}
 
@@ -120,7 +120,7 @@ def test_tiles_narrow_until_the_processors_are_busy(emulate, monkeypatch):
         chunk.chunk_kda(replace(call, memo={}))  # what is decided here must not stay
         return widths["kda.backends.tilelang.kernels.carry.carry"]
 
-    monkeypatch.setattr(chunk, "build", build)
-    monkeypatch.setattr(chunk, "processors", lambda device: 132)
+    monkeypatch.setattr(tables, "build", build)
+    monkeypatch.setattr(tables, "processors", lambda device: 132)
     assert [width(states, 128) for states in (1, 64, 92, 93, 1000)] == [64, 64, 64, 128, 128]
     assert width(1, 64) == width(1000, 64) == 64

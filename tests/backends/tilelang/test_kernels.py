@@ -51,7 +51,7 @@ def run(call: dict[str, Any]) -> dict[str, Tensor]:
     cu_dtype = str(cu_seqlens.dtype).removeprefix("torch.") if varlen else "int32"
     tokens = [call[name].contiguous() for name in ("q", "k", "v", "g", "beta")]
 
-    table = poison(entries, HV, CHUNK_SIZE, columns(K, V).width)
+    table = poison(entries, HV, CHUNK_SIZE, columns(K, V, with_ainv=True).width)
     decay, h, v_new = poison(entries, HV, K), poison(entries, HV, V, K), poison(entries, HV, CHUNK_SIZE, V)
     o, o_pair = poison(B, seq_len, HV, V), poison(B, seq_len, HV, V)
     owner = torch.full((entries,), 99, dtype=torch.int32)
@@ -76,6 +76,7 @@ def run(call: dict[str, Any]) -> dict[str, Tensor]:
         bounded_gate=bounded,
         use_beta_sigmoid=call.get("use_beta_sigmoid_in_kernel", False),
         allow_neg_eigval=call.get("allow_neg_eigval", False),
+        with_ainv=True,
         **common,
     )(
         *tokens,
@@ -91,7 +92,8 @@ def run(call: dict[str, Any]) -> dict[str, Tensor]:
     initial = [] if state is None else [state]
     final = poison(N, HV, *((V, K) if call["state_v_first"] else (K, V)))
     final_pair = final.clone()
-    build(carry, **common, **states)(table, decay, *initial, *which, o, final)
+    without_ainv = table[..., : columns(K, V, with_ainv=False).width].contiguous()
+    build(carry, **common, **states)(without_ainv, decay, *initial, *which, o, final)
     build(chunk_delta_h, **common, **states)(table, decay, *initial, *which, h, v_new, final_pair)
     build(chunk_o, block_V=min(V, 128), **common)(table, h, v_new, *owners, o_pair)
     used = used_entries(call, entries)

@@ -36,9 +36,9 @@ def invert_diagonal_blocks(below_s: Any, inverse_s: Any):
 
 
 @T.macro
-def inverse_times_beta(inverse_s: Any, akk_s: Any, beta_s: Any, ainv: Any, rest: Any):
-    """ainv, two fragments [64, 32]: Ainv diag(beta), rounded to their dtype. rest, likewise: what that lost.
-    akk_s[c] is Akk's block column c [64, 16], used below the diagonal block."""
+def inverse_times_beta(inverse_s: Any, akk_s: Any, beta_s: Any, step: Any, rest: Any, ainv: Any):
+    """step, two fragments [64, 32]: Ainv diag(beta), rounded to their dtype. rest, likewise: what that lost. ainv,
+    likewise or None: Ainv. akk_s[c] is Akk's block column c [64, 16], used below the diagonal block."""
     f32, f16 = "float32", "float16"
     sum_f = T.alloc_fragment((C, SUB), f32)
     sum_h = T.alloc_fragment((C, SUB), f16)
@@ -60,11 +60,14 @@ def inverse_times_beta(inverse_s: Any, akk_s: Any, beta_s: Any, ainv: Any, rest:
             T.wait_wgmma(0)
         if c > 0:
             T.copy(column, columns[c])
+        if ainv is not None:
+            for i, j in T.Parallel(C, SUB):
+                ainv[c // 2][i, c % 2 * SUB + j] = T.cast(column[i, j], ainv[0].dtype)
         for i, j in T.Parallel(C, SUB):
             column[i, j] = column[i, j] * beta_s[c * SUB + j]
         for i, j in T.Parallel(C, SUB):
-            ainv[c // 2][i, c % 2 * SUB + j] = T.cast(column[i, j], ainv[0].dtype)
+            step[c // 2][i, c % 2 * SUB + j] = T.cast(column[i, j], step[0].dtype)
         for i, j in T.Parallel(C, SUB):
             rest[c // 2][i, c % 2 * SUB + j] = T.cast(
-                column[i, j] - T.cast(ainv[c // 2][i, c % 2 * SUB + j], f32), rest[0].dtype
+                column[i, j] - T.cast(step[c // 2][i, c % 2 * SUB + j], f32), rest[0].dtype
             )

@@ -76,11 +76,12 @@ def prepare(
     bounded_gate: bool = False,
     use_beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
+    with_ainv: bool = False,
 ) -> Any:
     """Kernel as prepare.prepare describes it, for bf16 and fp16 and K and V of 64 or 128."""
     f32, bf16, f16 = "float32", "bfloat16", "float16"
     NV = K // 32  # channels of a thread
-    at = columns(K, V)
+    at = columns(K, V, with_ainv=with_ainv)
     B, L, entries, N1 = T.dynamic("B, L, entries, N1")
     a_log_t = T.Tensor((HV,), f32) if use_gate else None
     dt_bias_t = T.Tensor((HV * K,), f32) if use_gate else None
@@ -326,16 +327,20 @@ def prepare(
             invert_diagonal_blocks(below_s, inverse_s)
             T.fence_proxy_async()
             T.sync_threads()
-            ainv_0 = T.alloc_fragment((C, HALF), dtype)
-            ainv_1 = T.alloc_fragment((C, HALF), dtype)
+            step_0 = T.alloc_fragment((C, HALF), dtype)
+            step_1 = T.alloc_fragment((C, HALF), dtype)
             rest_0 = T.alloc_fragment((C, HALF), dtype)
             rest_1 = T.alloc_fragment((C, HALF), dtype)
-            inverse_times_beta(inverse_s, akk_s, beta_s, (ainv_0, ainv_1), (rest_0, rest_1))
+            ainv_0 = T.alloc_fragment((C, HALF), dtype) if with_ainv else None
+            ainv_1 = T.alloc_fragment((C, HALF), dtype) if with_ainv else None
+            inverse_times_beta(
+                inverse_s, akk_s, beta_s, (step_0, step_1), (rest_0, rest_1), (ainv_0, ainv_1) if with_ainv else None
+            )
 
             # ---- M3: wy. w over the rows of q, u over v
             w_f = T.alloc_fragment((C, K), f32)
-            T.wgmma_gemm(ainv_0, x_in[0, HALF:C, :], w_f, clear_accum=True)
-            T.wgmma_gemm(ainv_1, x_in[1, HALF:C, :], w_f)
+            T.wgmma_gemm(step_0, x_in[0, HALF:C, :], w_f, clear_accum=True)
+            T.wgmma_gemm(step_1, x_in[1, HALF:C, :], w_f)
             T.wgmma_gemm(rest_0, x_in[0, HALF:C, :], w_f)
             T.wgmma_gemm(rest_1, x_in[1, HALF:C, :], w_f)
             T.wait_wgmma(0)
@@ -344,8 +349,8 @@ def prepare(
             u_f = T.alloc_fragment((C, V), f32)
             u_h = T.alloc_fragment((C, V), dtype)
             T.mbarrier_wait_parity(v_ready, 0)
-            T.wgmma_gemm(ainv_0, v_s[0:HALF, :], u_f, clear_accum=True)
-            T.wgmma_gemm(ainv_1, v_s[HALF:C, :], u_f)
+            T.wgmma_gemm(step_0, v_s[0:HALF, :], u_f, clear_accum=True)
+            T.wgmma_gemm(step_1, v_s[HALF:C, :], u_f)
             T.wgmma_gemm(rest_0, v_s[0:HALF, :], u_f)
             T.wgmma_gemm(rest_1, v_s[HALF:C, :], u_f)
             T.wait_wgmma(0)
@@ -361,9 +366,18 @@ def prepare(
             for i, j in T.Parallel(C, V):
                 u_h[i, j] = T.cast(u_f[i, j], dtype)
             T.copy(u_h, v_s)
+            if with_ainv:  # over what was w's operand
+                for p, ainv in ((0, ainv_0), (1, ainv_1)):
+                    for i, j in T.Parallel(C, HALF):
+                        x_in[i // HALF, HALF + i % HALF, p * HALF + j] = ainv[i, j]
             T.fence_proxy_async()
             T.sync_threads()
             T.tma_copy(v_s, table[entry, hv, 0:C, at.u : at.u + V])
+            if with_ainv:
+                for p in (0, 1):
+                    T.tma_copy(
+                        x_in[p, HALF:C, 0:C], table[entry, hv, p * HALF : p * HALF + HALF, at.ainv : at.ainv + C]
+                    )
             T.tma_store_wait()
 
     return kda_prepare
