@@ -20,7 +20,15 @@ pytest.importorskip("tilelang")
 from kda import backends
 from kda.backends.call import KdaCall
 from kda.backends.tilelang import (
-    ahead, backward, build, build_ahead, build_all, host, recurrent, tables, wanted,
+    ahead,
+    backward,
+    build,
+    build_ahead,
+    build_all,
+    host,
+    recurrent,
+    tables,
+    wanted,
 )  # fmt: skip
 from kda.backends.tilelang.build import CPU, HOPPER, Spec
 from kda.checks import checked

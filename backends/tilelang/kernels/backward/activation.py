@@ -12,32 +12,41 @@ import tilelang.language as T
 
 from kda.golden.constants import CHUNK_SIZE as C
 from kda.golden.constants import L2_NORM_EPS, L2_NORM_SHRINK
-from kda.golden.constants import SUB_BLOCK as SUB
 
 from ..activation import LOG2E, log2_gate, sigmoid
 from ..rows import LARGEST
+from .scores import ROWS
 
 MAX_LOG2 = 120.0
 """exp(-A x) is bounded by 2 to this: infinite, it would make NaN of the derivative of a gate that is shut."""
 
 
 @T.macro
+def load_gates(g: Any, dt_bias: Any, t0: Any, rows: Any, hv: Any, use_gate: bool, raw_g: Any, bias: Any):
+    """raw_g [ROWS, BLOCKS, K]: the raw gates, 0 past the end. bias [BLOCKS, K]: what is added to them."""
+    for r in T.unroll(ROWS):
+        for b, c in T.Parallel(*bias.shape):
+            raw_g[r, b, c] = T.if_then_else(b * ROWS + r < rows, g[t0 + b * ROWS + r, hv, c], T.cast(0, g.dtype))
+    for b, c in T.Parallel(*bias.shape):
+        bias[b, c] = dt_bias[hv * bias.shape[1] + c] if use_gate else 0.0
+
+
+@T.macro
 def decays(
-    g: Any, t0: Any, rows: Any, hv: Any, bias: Any, A: Any, lower_bound: Any, use_gate: bool, bounded_gate: bool,
-    a: Any, log2_block_s: Any,
+    raw_g: Any, rows: Any, bias: Any, A: Any, lower_bound: Any, use_gate: bool, bounded_gate: bool, a: Any,
+    log2_block_s: Any,
 ):  # fmt: skip
-    """a [SUB, BLOCKS, K]: each row's decay, 1 past the end. log2_block_s [BLOCKS, K]: log2 of a whole block's."""
+    """a [ROWS, BLOCKS, K]: each row's decay, 1 past the end. log2_block_s [BLOCKS, K]: log2 of a whole block's."""
     shape = log2_block_s.shape
     log2_a = T.alloc_fragment(shape, "float32")
     log2_block = T.alloc_fragment(shape, "float32")
     T.clear(log2_block)
-    for r in T.unroll(SUB):
+    for r in T.unroll(ROWS):
         for b, c in T.Parallel(*shape):
-            log2_a[b, c] = T.if_then_else(b * SUB + r < rows, g[t0 + b * SUB + r, hv, c], T.cast(0, g.dtype))
-        for b, c in T.Parallel(*shape):
+            log2_a[b, c] = raw_g[r, b, c]
             log2_a[b, c] = log2_gate(log2_a[b, c], bias[b, c], A, lower_bound, use_gate, bounded_gate)
             if use_gate:
-                log2_a[b, c] = T.if_then_else(b * SUB + r < rows, log2_a[b, c], 0.0)
+                log2_a[b, c] = T.if_then_else(b * ROWS + r < rows, log2_a[b, c], 0.0)
             log2_block[b, c] = log2_block[b, c] + log2_a[b, c]
             a[r, b, c] = T.exp2(log2_a[b, c])
     for b, c in T.Parallel(*shape):
@@ -84,10 +93,13 @@ def row_factors(
 
 @T.macro
 def through_gate(
-    g: Any, t0: Any, rows: Any, hv: Any, bias: Any, A: Any, lower_bound: Any, use_gate: bool, bounded_gate: bool,
+    raw_g: Any, t0: Any, rows: Any, hv: Any, bias: Any, A: Any, lower_bound: Any, use_gate: bool, bounded_gate: bool,
     flow: Any, total: Any, dg: Any, raw_sum: Any, rate_sum: Any,
 ):  # fmt: skip
-    """Stores dg of the raw gate, from flow + total of the log decay and sums up its, and A_log's."""
+    """Stores dg of the raw gate, from flow + total of the log decay and sums up its, and A_log's.
+
+    raw_g and bias are loaded before (load_gates), since a load here would wait for the store before it.
+    """
     f32, shape = "float32", total.shape
     raw = T.alloc_fragment(shape, f32)
     d_raw = T.alloc_fragment(shape, f32)
@@ -96,11 +108,10 @@ def through_gate(
     low = T.alloc_fragment(shape, dg.dtype)
     T.clear(raw_sum)
     T.clear(rate_sum)
-    for r in T.unroll(SUB):
+    for r in T.unroll(ROWS):
         for b, c in T.Parallel(*shape):
-            raw[b, c] = T.if_then_else(b * SUB + r < rows, g[t0 + b * SUB + r, hv, c], T.cast(0, g.dtype))
-        for b, c in T.Parallel(*shape):
-            d_raw[b, c] = T.if_then_else(b * SUB + r < rows, flow[r, b, c] + total[b, c], 0.0)
+            raw[b, c] = raw_g[r, b, c]
+            d_raw[b, c] = T.if_then_else(b * ROWS + r < rows, flow[r, b, c] + total[b, c], 0.0)
             if use_gate:
                 raw[b, c] = raw[b, c] + bias[b, c]
                 if bounded_gate:
@@ -117,8 +128,8 @@ def through_gate(
                 rate_sum[b, c] = rate_sum[b, c] + d_rate[b, c]
             low[b, c] = d_raw[b, c]
         for b, c in T.Parallel(*shape):
-            if b * SUB + r < rows:
-                dg[t0 + b * SUB + r, hv, c] = low[b, c]
+            if b * ROWS + r < rows:
+                dg[t0 + b * ROWS + r, hv, c] = low[b, c]
 
 
 @T.macro

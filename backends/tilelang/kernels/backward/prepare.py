@@ -18,15 +18,24 @@ from typing import Any
 
 import tilelang.language as T
 from tilelang import PassConfigKey
-from tilelang.layout import make_swizzled_layout
+from tilelang.layout import Layout
 
 from kda.golden.constants import CHUNK_SIZE as C
-from kda.golden.constants import SUB_BLOCK as SUB
 
 from ..activation import rate
 from ..plan import chunk
-from .activation import decays, row_factors, store_rows, through_gate, through_norm, through_step
-from .scores import BLOCKS, add_passing, gather_columns, gather_rows, level_operands, place_scores
+from .activation import decays, load_gates, row_factors, store_rows, through_gate, through_norm, through_step
+from .prefetch import PRELUDE, PROCESSORS, prefetch_rows, prefetch_tile
+from .scores import (
+    BLOCKS,
+    HALF,
+    ROWS,
+    add_passing,
+    gather_columns,
+    gather_rows,
+    level_operands,
+    place_scores,
+)  # fmt: skip
 from .wy import sum_over_states, through_v
 
 _PASS_CONFIGS = {
@@ -107,7 +116,7 @@ def prepare(
         dv = T.reshape(dv, (B * L, HV, V))
         dg = T.reshape(dg, (B * L, HV, K))
         dbeta = T.reshape(dbeta, (B * L, HV))
-        with T.Kernel(entries * HV, threads=256) as block:
+        with T.Kernel(entries * HV, threads=4 * K, prelude=PRELUDE) as block:
             hv = block % HV
             hk = hv // (HV // H)
             entry = block // HV
@@ -119,34 +128,40 @@ def prepare(
                 v_new_s = T.alloc_shared((C, V), dtype)
                 h_s = T.alloc_shared((V, K), dtype)
                 dh_s = T.alloc_shared((V, K), dtype)
-                v_h = T.alloc_fragment((C, V), dtype)
+                v_s = T.alloc_shared((C, V), dtype)
+                raw_g = T.alloc_fragment((ROWS, BLOCKS, K), g_dtype)
                 bias = T.alloc_fragment((BLOCKS, K), f32)
-                T.annotate_layout({qk_s: make_swizzled_layout(qk_s)})
+                row_s = T.alloc_shared((C, 4), f32)  # factors of q and k, beta, and P's diagonal
+                log2_block_s = T.alloc_shared((BLOCKS, K), f32)
+                # TileLang places tiles as they are first touched: these stay, and are not to part what comes and goes.
+                T.clear(row_s)
+                T.clear(log2_block_s)
                 qk_ready = T.alloc_barrier(1)
                 y_ready = T.alloc_barrier(1)
-                for c in (0, 64)[: K // 64]:
-                    T.tma_copy(q[t0 : t0 + C, hk, c : c + 64], qk_s[0:C, c : c + 64], barrier=qk_ready)
-                    T.tma_copy(k[t0 : t0 + C, hk, c : c + 64], qk_s[C : 2 * C, c : c + 64], barrier=qk_ready)
+                h_ready = T.alloc_barrier(1)
+                dh_ready = T.alloc_barrier(1)
+                T.tma_copy(q[t0 : t0 + C, hk, 0:K], qk_s[0:C, 0:K], barrier=qk_ready)
+                T.tma_copy(k[t0 : t0 + C, hk, 0:K], qk_s[C : 2 * C, 0:K], barrier=qk_ready)
                 for c in (0, 64)[: V // 64]:
                     T.tma_copy(d_o[t0 : t0 + C, hv, c : c + 64], y_s[0:C, c : c + 64], barrier=y_ready)
                     T.tma_copy(ndb[entry, hv, 0:C, c : c + 64], y_s[C : 2 * C, c : c + 64], barrier=y_ready)
                 T.tma_copy(v_new[entry, hv, 0:C, 0:V], v_new_s, barrier=y_ready)
-                T.tma_copy(h[entry, hv, 0:V, 0:K], h_s, barrier=y_ready)
-                T.tma_copy(dh[entry, hv, 0:V, 0:K], dh_s, barrier=y_ready)
                 if T.get_thread_binding() == 0:
                     T.barrier_arrive(qk_ready)
                     T.barrier_arrive(y_ready)
-                for i, c in T.Parallel(C, V):
-                    v_h[i, c] = T.if_then_else(i < rows, v[t0 + i, hv, c], T.cast(0, dtype))
-                for b, c in T.Parallel(BLOCKS, K):
-                    bias[b, c] = dt_bias[hv * K + c] if use_gate else 0.0
+                load_gates(g, dt_bias, t0, rows, hv, use_gate, raw_g, bias)
                 A = rate(A_log, hv, use_gate)
 
                 # ---- M1 once more: a block of 16 rows of two channels is a thread's
-                a = T.alloc_fragment((SUB, BLOCKS, K), f32)
-                log2_block_s = T.alloc_shared((BLOCKS, K), f32)
-                row_s = T.alloc_shared((C, 4), f32)  # factors of q and k, beta, and P's diagonal
-                decays(g, t0, rows, hv, bias, A, lower_bound, use_gate, bounded_gate, a, log2_block_s)
+                a = T.alloc_fragment((ROWS, BLOCKS, K), f32)
+                decays(raw_g, rows, bias, A, lower_bound, use_gate, bounded_gate, a, log2_block_s)
+                # These come in behind the gates, which are what is waited for first.
+                T.tma_copy(h[entry, hv, 0:V, 0:K], h_s, barrier=h_ready)
+                T.tma_copy(dh[entry, hv, 0:V, 0:K], dh_s, barrier=dh_ready)
+                T.tma_copy(v[t0 : t0 + C, hv, 0:V], v_s, barrier=dh_ready)
+                if T.get_thread_binding() == 0:
+                    T.barrier_arrive(h_ready)
+                    T.barrier_arrive(dh_ready)
                 T.mbarrier_wait_parity(qk_ready, 0)
                 T.mbarrier_wait_parity(y_ready, 0)
                 if rows < C:  # what stands behind the sequence's end may even be NaN
@@ -167,71 +182,119 @@ def prepare(
                 part = T.alloc_fragment((BLOCKS, K), f32)
                 v_dot_ndb = T.alloc_fragment((C,), f32)
                 T.gemm(y_s, v_new_s, P, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
+                T.mbarrier_wait_parity(h_ready, 0)
                 T.gemm(y_s, h_s, R, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
+                T.mbarrier_wait_parity(dh_ready, 0)
                 T.gemm(v_new_s, dh_s, Z, clear_accum=True)
                 sum_over_states(h_s, dh_s, part)
                 T.sync_threads()  # row_s
-                through_v(v_h, y_s, row_s, t0, rows, hv, v_dot_ndb, dv)
+                through_v(v_s, y_s, row_s, t0, rows, hv, v_dot_ndb, dv)
                 T.sync_threads()
 
+                ahead = block + PROCESSORS
+                if ahead < entries * HV:
+                    token = t0 + (ahead // HV - entry) * C
+                    prefetch_rows(g, token, ahead % HV, 0)
+                    prefetch_rows(d_o, token, ahead % HV, 0)
+                    prefetch_rows(v, token, ahead % HV, 1)
+                    prefetch_rows(q, token, ahead % HV // (HV // H), 2)
+                    prefetch_rows(k, token, ahead % HV // (HV // H), 3)
+                    prefetch_tile(h, ahead // HV, ahead % HV, 0)
+                    prefetch_tile(dh, ahead // HV, ahead % HV, 32)
+                    prefetch_tile(v_new, ahead // HV, ahead % HV, 64)
+                    prefetch_tile(ndb, ahead // HV, ahead % HV, 96)
+
                 # ---- dM2: R and Z, and what the levels read
-                rows_s = T.alloc_shared((2 * C, K), f32)  # R, later dq over dk⁺
+                rows_s = T.alloc_shared((2 * C, K + 8), f32)  # R, later dq over dk⁺
                 z_s = T.alloc_shared((C, K), dtype)
-                within_s = T.alloc_shared((BLOCKS, SUB, SUB, 2), f32)
+                within_s = T.alloc_shared((BLOCKS, ROWS, ROWS, 2), f32)
                 part_s = T.alloc_shared((BLOCKS, K), f32)
                 v_dot_ndb_s = T.alloc_shared((C,), f32)
                 levels_s = T.alloc_shared((2 * C, C), dtype)
                 right_s = T.alloc_shared((2 * C, K), dtype)
                 left_s = T.alloc_shared((C, K), dtype)
-                T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (rows_s, z_s)})
-                T.copy(R, rows_s)
+                level_8_s = T.alloc_shared((C, C), dtype)
+                right_8_s = T.alloc_shared((C, K), dtype)
+                left_8_s = T.alloc_shared((HALF, K), dtype)
+                for i, c in T.Parallel(2 * C, K):
+                    rows_s[i, c] = R[i, c]
                 T.copy(Z, z_s)
                 for b, c in T.Parallel(BLOCKS, K):
                     part_s[b, c] = part[b, c]
                 for i in T.Parallel(C):
                     v_dot_ndb_s[i] = v_dot_ndb[i]
-                place_scores(P, within_s, levels_s, row_s)
-                level_operands(a, log2_block_s, qk_s, row_s, right_s, left_s)
+                place_scores(P, within_s, levels_s, level_8_s, row_s)
+                level_operands(a, log2_block_s, qk_s, row_s, right_s, left_s, right_8_s, left_8_s)
                 T.fence_proxy_async()
                 T.sync_threads()
+                # The products take the operands' places: level 8's first, so that few registers hold them at a time.
+                of_rows_8 = T.alloc_fragment((C, K), f32)
+                of_columns_8 = T.alloc_fragment((C, K), f32)
+                T.gemm(level_8_s[:, 0:HALF], left_8_s, of_rows_8, clear_accum=True)
+                T.gemm(level_8_s, right_8_s, of_columns_8, transpose_A=True, clear_accum=True)
+                T.sync_threads()
+                of_rows_8_s = T.alloc_shared((C, K), dtype)
+                of_columns_8_s = T.alloc_shared((HALF, K), dtype)
+                T.annotate_layout({tile: _rotated(tile) for tile in (z_s, of_rows_8_s, of_columns_8_s)})
+                low_8 = T.alloc_fragment((C, K), dtype)
+                T.copy(of_rows_8, low_8)
+                for i, c in T.Parallel(C, K):
+                    of_rows_8_s[i, c] = low_8[i, c]
+                T.copy(of_columns_8, low_8)
+                for i, c in T.Parallel(C, K):
+                    if i < HALF:
+                        of_columns_8_s[i, c] = low_8[i, c]
                 of_rows = T.alloc_fragment((2 * C, K), f32)
                 of_columns = T.alloc_fragment((C, K), f32)
                 T.gemm(levels_s, left_s, of_rows, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
                 T.gemm(levels_s, right_s, of_columns, transpose_A=True, clear_accum=True)
                 T.sync_threads()
-                of_rows_s = T.alloc_shared((2 * C, K), f32)
+                of_rows_s = T.alloc_shared((2 * C, K), dtype)
                 of_columns_s = T.alloc_shared((C, K), dtype)
-                T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (of_rows_s, of_columns_s)})
-                T.copy(of_rows, of_rows_s)
-                T.copy(of_columns, of_columns_s)
+                T.annotate_layout({tile: _rotated(tile) for tile in (of_rows_s, of_columns_s)})
+                low = T.alloc_fragment((2 * C, K), dtype)
+                T.copy(of_rows, low)
+                for i, c in T.Parallel(2 * C, K):
+                    of_rows_s[i, c] = low[i, c]
+                T.copy(of_columns, low_8)
+                for i, c in T.Parallel(C, K):
+                    of_columns_s[i, c] = low_8[i, c]
                 T.sync_threads()
-                flow = T.alloc_fragment((SUB, BLOCKS, K), f32)
+                flow = T.alloc_fragment((ROWS, BLOCKS, K), f32)
                 total = T.alloc_fragment((BLOCKS, K), f32)
                 border = T.alloc_fragment((BLOCKS, K), f32)
-                cross = T.alloc_fragment((BLOCKS, K), f32)
-                gather_rows(a, log2_block_s, qk_s, row_s, within_s, of_rows_s, rows_s, flow, border, cross)
+                cross_32 = T.alloc_fragment((BLOCKS, K), f32)
+                cross_16 = T.alloc_fragment((BLOCKS, K), f32)
+                gather_rows(
+                    a, log2_block_s, qk_s, row_s, within_s, of_rows_s, of_rows_8_s, rows_s, border, cross_32,
+                    cross_16,
+                )  # fmt: skip
                 T.sync_threads()
-                passing_s = T.alloc_shared((4, BLOCKS, K), f32)
+                passing_s = T.alloc_shared((6, BLOCKS, K), f32)
                 columns_s = T.alloc_shared((C, K), f32)  # dk⁻
-                T.annotate_layout({columns_s: make_swizzled_layout(columns_s)})
                 for b, c in T.Parallel(BLOCKS, K):
                     passing_s[0, b, c] = border[b, c]
-                    passing_s[1, b, c] = cross[b, c]
+                    passing_s[1, b, c] = cross_32[b, c]
+                    passing_s[2, b, c] = cross_16[b, c]
                 gather_columns(
-                    a, log2_block_s, qk_s, row_s, within_s, of_columns_s, z_s, columns_s, flow, total, border, cross
-                )
+                    a, log2_block_s, qk_s, row_s, within_s, of_columns_s, of_columns_8_s, z_s, rows_s, columns_s,
+                    flow, total, border, cross_32, cross_16,
+                )  # fmt: skip
                 for b, c in T.Parallel(BLOCKS, K):
-                    passing_s[2, b, c] = border[b, c]
-                    passing_s[3, b, c] = cross[b, c]
+                    passing_s[3, b, c] = border[b, c]
+                    passing_s[4, b, c] = cross_32[b, c]
+                    passing_s[5, b, c] = cross_16[b, c]
                 T.sync_threads()
 
                 # ---- dM1
+                load_gates(g, dt_bias, t0, rows, hv, use_gate, raw_g, bias)
                 add_passing(passing_s, part_s, log2_block_s, total)
                 raw_sum = T.alloc_fragment((BLOCKS, K), f32)
                 rate_sum = T.alloc_fragment((BLOCKS, K), f32)
                 through_gate(
-                    g, t0, rows, hv, bias, A, lower_bound, use_gate, bounded_gate, flow, total, dg, raw_sum, rate_sum
-                )
+                    raw_g, t0, rows, hv, bias, A, lower_bound, use_gate, bounded_gate, flow, total, dg, raw_sum,
+                    rate_sum,
+                )  # fmt: skip
                 if use_gate:
                     T.sync_threads()  # passing_s has been read
                     sums_s = T.alloc_shared((2, BLOCKS, K), f32)
@@ -240,9 +303,9 @@ def prepare(
                         sums_s[1, b, c] = rate_sum[b, c]
                     T.sync_threads()
                     for s, c in T.Parallel(2, K):
-                        dgate[entry, hv, s, c] = (sums_s[s, 0, c] + sums_s[s, 1, c]) + (
-                            sums_s[s, 2, c] + sums_s[s, 3, c]
-                        )
+                        dgate[entry, hv, s, c] = (
+                            (sums_s[s, 0, c] + sums_s[s, 1, c]) + (sums_s[s, 2, c] + sums_s[s, 3, c])
+                        ) + ((sums_s[s, 4, c] + sums_s[s, 5, c]) + (sums_s[s, 6, c] + sums_s[s, 7, c]))
                 d = T.alloc_fragment((C, K), f32)
                 for i, c in T.Parallel(C, K):
                     d[i, c] = rows_s[i, c]
@@ -260,3 +323,9 @@ def prepare(
                     dgate[entry, hv, s, c] = 0.0
 
     return kda_backward_prepare
+
+
+def _rotated(tile: Any) -> Layout:
+    """Each row a little further: the product of a matrix instruction is stored by eight rows at a time."""
+    rows, columns = tile.shape
+    return Layout((rows, columns), lambda i, c: (i, (c + i % 8 * 8) % columns))

@@ -28,13 +28,14 @@ def sum_over_states(h_s: Any, dh_s: Any, part: Any):
 
 
 @T.macro
-def through_v(v_h: Any, y_s: Any, row_s: Any, t0: Any, rows: Any, hv: Any, v_dot_ndb: Any, dv: Any):
-    """Stores dv, and sets v_dot_ndb [C] to v · (-db); v_h [C, V] holds v and is used up."""
-    product = T.alloc_fragment(v_h.shape, "float32")
-    for i, c in T.Parallel(*v_h.shape):
-        product[i, c] = T.cast(v_h[i, c], "float32") * T.cast(y_s[C + i, c], "float32")
-        v_h[i, c] = -row_s[i, 2] * T.cast(y_s[C + i, c], "float32")
+def through_v(v_s: Any, y_s: Any, row_s: Any, t0: Any, rows: Any, hv: Any, v_dot_ndb: Any, dv: Any):
+    """Stores dv, and sets v_dot_ndb [C] to v · (-db)."""
+    product = T.alloc_fragment(v_s.shape, "float32")
+    low = T.alloc_fragment(v_s.shape, dv.dtype)
+    for i, c in T.Parallel(*v_s.shape):
+        product[i, c] = T.cast(v_s[i, c], "float32") * T.cast(y_s[C + i, c], "float32")
+        low[i, c] = -row_s[i, 2] * T.cast(y_s[C + i, c], "float32")
     T.reduce_sum(product, v_dot_ndb, dim=1)
-    for i, c in T.Parallel(*v_h.shape):
+    for i, c in T.Parallel(*v_s.shape):
         if i < rows:
-            dv[t0 + i, hv, c] = v_h[i, c]
+            dv[t0 + i, hv, c] = low[i, c]
