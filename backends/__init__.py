@@ -28,7 +28,13 @@ _warned: set[str] = set()
 
 
 class Backend(Protocol):
-    """What a backend offers. It is never called without tokens."""
+    """What a backend offers. It is never called without tokens.
+
+    One that is not differentiable may have a backward pass for an operator <op>: `<op>_backward(call, wanted, d_o,
+    d_states, *kept)` returns the gradients of the call's tensors that are wanted, by name. And beside it
+    `<op>_keeping(call)`, which returns what the operator returns and a tuple of tensors: under KDA_KEEP_TABLE autograd
+    saves them, and they are `kept`.
+    """
 
     @property
     def about(self) -> str:
@@ -37,7 +43,7 @@ class Backend(Protocol):
 
     @property
     def differentiable(self) -> bool:
-        """Whether autograd goes through its operators; where it does not, torch's formulas supply the gradient."""
+        """Whether autograd goes through its operators; else a backward pass of its own or torch's formulas stand in."""
         ...
 
     @property

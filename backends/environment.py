@@ -7,6 +7,7 @@ import os
 VARIABLES = {
     "KDA_BACKEND": "auto (default), tilelang, pypto or torch; the argument backend= wins over it",
     "KDA_EMULATE": "1 (true, yes, on): let backend=tilelang and backend=pypto run their kernels on CPU tensors, slowly",
+    "KDA_KEEP_TABLE": "1 (true, yes, on): a forward pass of tilelang keeps its chunk table for the backward pass",
     "KDA_CHECK": "1 (true, yes, on): also check argument values (cu_seqlens order, g <= 0, finite inputs)",
 }
 """Every variable, with what it does."""
@@ -23,6 +24,11 @@ def backend_name() -> str:
 def emulating() -> bool:
     """KDA_EMULATE: may kernels run on CPU tensors?"""
     return _is_on("KDA_EMULATE")
+
+
+def keeping_table() -> bool:
+    """KDA_KEEP_TABLE: does a forward pass keep what would save the backward pass work, beside the inputs?"""
+    return _is_on("KDA_KEEP_TABLE")
 
 
 def checking() -> bool:

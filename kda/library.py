@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kda import backends
+from kda.backends import environment
 from kda.backends.call import ARGUMENTS, DIFFERENTIABLE, OPS, KdaCall, Op, state_dtype
 from kda.checks import checked, refuse_recording
 
@@ -36,7 +37,10 @@ def traced(op: Op, values: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
 
 
 class Recorded(torch.autograd.Function):
-    """A checked call of a backend that autograd cannot see through, in its graph. The inputs alone are saved."""
+    """A checked call of a backend that autograd cannot see through, in its graph.
+
+    The inputs are saved, and with KDA_KEEP_TABLE what the backend hands out for its backward pass too.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: KdaCall, backend: str, *_: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -47,15 +51,26 @@ class Recorded(torch.autograd.Function):
         ctx.rest = {"op": call.op, "memo": call.memo} | {
             name: x for name, x in values.items() if name not in ctx.tensors
         }
-        ctx.save_for_backward(*(values[name] for name in ctx.tensors))
-        return _own(*backends.run(backend, call))
+        o, states, kept = _keeping(backend, call)
+        ctx.save_for_backward(*(values[name] for name in ctx.tensors), *kept)
+        return _own(o, states)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        call = KdaCall(**ctx.rest, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)))
+        saved = ctx.saved_tensors  # once: hooks may have to fetch them
+        inputs, kept = saved[: len(ctx.tensors)], saved[len(ctx.tensors) :]
+        call = KdaCall(**ctx.rest, **dict(zip(ctx.tensors, inputs, strict=True)))
         wanted = [name for name, needed in zip(DIFFERENTIABLE, ctx.needs_input_grad[2:], strict=True) if needed]
-        found = gradients(call, ctx.backend, wanted, grads, twice=torch.is_grad_enabled())
+        found = gradients(call, ctx.backend, wanted, grads, kept, twice=torch.is_grad_enabled())
         return (None, None, *(found.get(name) for name in DIFFERENTIABLE))
+
+
+def _keeping(backend: str, call: KdaCall) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    """o, the states, and what the backend would have to compute again in its backward pass, if it is to be kept."""
+    keeping = getattr(backends.load(backend), f"{call.op}_keeping", None) if environment.keeping_table() else None
+    if keeping is not None and call.B * call.T:
+        return keeping(call)
+    return *backends.run(backend, call), ()
 
 
 _differentiable = attrgetter(*DIFFERENTIABLE)
@@ -71,7 +86,13 @@ def records(call: KdaCall) -> bool:
 
 
 def gradients(
-    call: KdaCall, backend: str, wanted: Sequence[str], grads: Sequence[Tensor | None], *, twice: bool = False
+    call: KdaCall,
+    backend: str,
+    wanted: Sequence[str],
+    grads: Sequence[Tensor | None],
+    kept: Sequence[Tensor] = (),
+    *,
+    twice: bool = False,
 ) -> Mapping[str, Tensor | None]:
     """Of the call's tensors that are named, from those of o and of the states.
 
@@ -80,7 +101,7 @@ def gradients(
     """
     backward = getattr(backends.load(backend), f"{call.op}_backward", None)
     if backward is not None and not twice and call.B * call.T:
-        return backward(call, wanted, *grads)
+        return backward(call, wanted, *grads, *kept)
     with torch.enable_grad():
         # Tensors of their own, so that one given for two arguments gets the gradient of each.
         own = Tensor.view_as if twice else lambda x, _: x.detach().requires_grad_()

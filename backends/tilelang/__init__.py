@@ -14,19 +14,20 @@ from kda.backends.environment import emulating
 from .ahead import build_ahead, build_all, wanted
 from .backward import chunk_kda_backward
 from .build import HOPPER, target_for
-from .chunk import chunk_kda, stages
+from .chunk import chunk_kda, chunk_kda_keeping, stages
 from .detect import import_failure, missing_compilers, missing_device, missing_tilelang
 from .kept import cache, is_empty
 from .recurrent import fused_recurrent_kda
 
 __all__ = [
-    "about", "build_ahead", "build_all", "cache", "chunk_kda", "chunk_kda_backward", "differentiable",
-    "fused_recurrent_kda", "refuses", "stages", "takes", "unusable", "wanted",
+    "about", "build_ahead", "build_all", "cache", "chunk_kda", "chunk_kda_backward", "chunk_kda_keeping",
+    "differentiable", "fused_recurrent_kda", "refuses", "stages", "takes", "unusable", "wanted",
 ]  # fmt: skip
 
 about = (
-    "TileLang kernels; gradients are torch's, computed anew. The tile-level kernels are executed on the CPU by the "
-    "tests; prepare's thread-level twin, which Hopper GPUs run, is held to the golden on a GPU alone"
+    "TileLang kernels, for chunk_kda's gradients too; fused_recurrent_kda's are torch's, computed anew. The tile-level "
+    "kernels are executed on the CPU by the tests; prepare's thread-level twin, which Hopper GPUs run, is held to the "
+    "golden on a GPU alone"
 )
 differentiable = False
 takes = frozenset((

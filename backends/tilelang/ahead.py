@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kda.backends.call import KdaCall
+from kda.backends import environment
+from kda.backends.call import DIFFERENTIABLE, KdaCall
 
-from . import chunk, recurrent
+from . import backward, chunk, recurrent
 from .build import Spec, build, collecting
 from .kept import make_writable
 
@@ -43,13 +44,15 @@ class Failure(NamedTuple):
 def wanted(call: KdaCall) -> list[Spec]:
     """The kernels that the call needs, in the order in which it asks for them; none is built and none runs.
 
-    Its tensors may be fake ones.
+    Those of its gradients are among them where autograd would record it. Its tensors may be fake ones.
     """
     if call.B * call.T == 0:
         return []
     call = replace(call, memo={})  # one that is thrown away: it would remember kernels that do nothing
     with collecting() as specs:
-        if call.op == "chunk_kda":
+        if call.op == "chunk_kda" and _is_recorded(call):
+            _make_launches(call)
+        elif call.op == "chunk_kda":
             chunk.make_launch(call)
         else:
             recurrent.make_launch(call, gaps=call.initial_state is not None and _has_gaps(call.initial_state))
@@ -85,6 +88,21 @@ def serve() -> None:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         print(json.dumps(reason), file=answers, flush=True)
+
+
+def _is_recorded(call: KdaCall) -> bool:
+    tensors = (getattr(call, name) for name in DIFFERENTIABLE)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _make_launches(call: KdaCall) -> None:
+    """Of the call and its gradients. autograd hands out a gradient of every output; which are wanted is known."""
+    low = call.q.dtype == torch.float16
+    chunk.make_launch(call, with_ainv=environment.keeping_table() and not low)
+    if low:  # as chunk_kda_backward has it; of q, only shape, dtype and device count
+        call = replace(call, q=call.q.new_empty((), dtype=torch.bfloat16).expand(call.q.shape))
+    initial = call.initial_state is not None and call.initial_state.requires_grad
+    backward.make_launch(call, has_d_final_state=call.output_final_state, has_d_initial_state=initial)
 
 
 def _has_gaps(state: Tensor) -> bool:

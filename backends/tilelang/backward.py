@@ -2,7 +2,8 @@
 
     plan -> prepare -> chunk_delta_h and backward.carry, neither of which needs the other -> backward.prepare
 
-Only the inputs come from the forward pass. As there, no tensor value is read, and a call can be captured.
+The inputs come from the forward pass, and the chunk table where that has kept it (`chunk_kda_keeping`): prepare is then
+left out. As there, no tensor value is read, and a call can be captured.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ class Launch(NamedTuple):
 
 
 def chunk_kda_backward(
-    call: KdaCall, wanted: Collection[str], d_o: Tensor | None, d_final_state: Tensor | None
+    call: KdaCall, wanted: Collection[str], d_o: Tensor | None, d_final_state: Tensor | None, *kept: Tensor
 ) -> dict[str, Tensor]:
-    """The gradients of the call's tensors that are wanted, in their dtypes, from those of o and of the final state."""
+    """The gradients of the call's tensors that are wanted, in their dtypes, from those of o and of the final state.
+
+    `kept` is what `chunk_kda_keeping` has handed out for this call, if that computed it.
+    """
     original = call
     if call.q.dtype == torch.float16:  # which cannot hold gradients that carry a loss scale
         low = {name: getattr(call, name).bfloat16() for name in ("q", "k", "v")}
@@ -47,7 +51,7 @@ def chunk_kda_backward(
     if (launch := call.memo.get(key)) is None:
         launch = call.memo[key] = make_launch(call, **states)
     with torch.cuda.device_of(call.q):
-        found = _run(call, launch, d_o, d_final_state, "initial_state" in wanted)
+        found = _run(call, launch, d_o, d_final_state, "initial_state" in wanted, kept)
     like = {name: getattr(original, name) for name in wanted if name in found}
     return {name: found[name].to(x.dtype).reshape(x.shape) for name, x in like.items()}
 
@@ -67,7 +71,12 @@ def make_launch(call: KdaCall, **states: bool) -> Launch:
 
 
 def _run(
-    call: KdaCall, launch: Launch, d_o: Tensor | None, d_final_state: Tensor | None, initial: bool
+    call: KdaCall,
+    launch: Launch,
+    d_o: Tensor | None,
+    d_final_state: Tensor | None,
+    initial: bool,
+    kept: tuple[Tensor, ...],
 ) -> dict[str, Tensor]:
     types = launch.prepare
     new, heads = call.q.new_empty, (call.B, call.T, call.HV)
@@ -76,7 +85,7 @@ def _run(
     dg, dbeta = new(*heads, call.K, dtype=types.g_dtype), new(*heads, dtype=types.beta_dtype)
     d_o = torch.zeros_like(dv) if d_o is None else aligned(d_o.view(dv.shape), types.dtype)
 
-    t = run_prepare(call, launch.prepare, dv, dq, dk, dg, dbeta)
+    t = run_prepare(call, launch.prepare, dv, dq, dk, dg, dbeta, kept=kept)
     carried = functools.partial(_carry, call, t, launch.carry, d_o, d_final_state, initial)
     if launch.side_by_side:
         here, side = torch.cuda.current_stream(), _side_stream(call.q.device)

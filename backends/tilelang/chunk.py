@@ -31,19 +31,37 @@ class Launch(NamedTuple):
 
 def chunk_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     """Run the call by the kernel that keeps no snapshots of the state."""
-    if (launch := call.memo.get(__name__)) is None:
-        launch = call.memo[__name__] = make_launch(call)
+    o, state, _ = _run(call, with_ainv=False)
+    return o, state
+
+
+def chunk_kda_keeping(call: KdaCall) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    """Run the call, and hand out what spares `chunk_kda_backward` M1 to M3: the table, with Ainv, and the decay.
+
+    Nothing of an fp16 call: its gradients are computed in bf16, and so are their tables.
+    """
+    keeps = call.q.dtype != torch.float16
+    o, state, t = _run(call, with_ainv=keeps)
+    return o, state, (t.table, t.decay) if keeps else ()
+
+
+def _run(call: KdaCall, *, with_ainv: bool) -> tuple[Tensor, Tensor | None, Tables]:
+    key = (__name__, with_ainv)
+    if (launch := call.memo.get(key)) is None:
+        launch = call.memo[key] = make_launch(call, with_ainv=with_ainv)
     with torch.cuda.device_of(call.q):
         o = call.v.new_empty(call.v.shape, dtype=launch.prepare.dtype)
         t = run_prepare(call, launch.prepare, o)
         initial, final = _states(call)
         launch.carry(t.table, t.decay, *initial, *t.sequences, o, *final)
-    return o if o.dtype == call.v.dtype else o.to(call.v.dtype), final[0] if final else None
+    return o if o.dtype == call.v.dtype else o.to(call.v.dtype), final[0] if final else None, t
 
 
-def make_launch(call: KdaCall) -> Launch:
+def make_launch(call: KdaCall, *, with_ainv: bool = False) -> Launch:
+    """The kernels; with Ainv, which the forward pass doesn't read, the table serves the backward pass too."""
     states = {"has_initial_state": call.initial_state is not None, "has_final_state": call.output_final_state}
-    return Launch(make_prepare(call, with_ainv=False), over_sequences(call, "carry.carry", **states))
+    prepare = make_prepare(call, with_ainv=with_ainv)
+    return Launch(prepare, over_sequences(call, "carry.carry", with_ainv=with_ainv, **states))
 
 
 def stages(call: KdaCall) -> dict[str, Tensor]:

@@ -54,8 +54,11 @@ def make_prepare(call: KdaCall, *, with_ainv: bool, **gradients: Any) -> Prepare
     return Prepare(plan, prepare, shape, **types)
 
 
-def run_prepare(call: KdaCall, kernels: Prepare, *cleared: Tensor) -> Tables:
-    """M1 to M3. In a packed call, `cleared` (what comes out per token) becomes 0 outside of all sequences."""
+def run_prepare(call: KdaCall, kernels: Prepare, *cleared: Tensor, kept: tuple[Tensor, ...] = ()) -> Tables:
+    """M1 to M3. In a packed call, `cleared` (what comes out per token) becomes 0 outside of all sequences.
+
+    `kept` is the table and the decay where an earlier run of these kernels has left them; they are not computed again.
+    """
     q, k, v = aligned(call.q, kernels.dtype), aligned(call.k, kernels.dtype), aligned(call.v, kernels.dtype)
     g, beta = aligned(call.g, kernels.g_dtype), aligned(call.beta, kernels.beta_dtype)
     sequences: tuple[Any, ...]
@@ -68,9 +71,12 @@ def run_prepare(call: KdaCall, kernels: Prepare, *cleared: Tensor) -> Tables:
         order = torch.empty(call.N, dtype=torch.int32, device=q.device)
         kernels.plan(cu_seqlens, owner, order, *cleared)
         sequences, owners = (cu_seqlens, order), (cu_seqlens, owner)
-    table = q.new_empty(kernels.shape)
-    decay = q.new_empty(kernels.shape[0], call.HV, call.K, dtype=torch.float32)
-    kernels.prepare(q, k, v, g, beta, *gate(call), call.scale, *owners, table, decay)
+    if kept:
+        table, decay = kept
+    else:
+        table = q.new_empty(kernels.shape)
+        decay = q.new_empty(kernels.shape[0], call.HV, call.K, dtype=torch.float32)
+        kernels.prepare(q, k, v, g, beta, *gate(call), call.scale, *owners, table, decay)
     return Tables((q, k, v, g, beta), table, decay, sequences, owners)
 
 
@@ -94,11 +100,11 @@ def heads(call: KdaCall) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def over_sequences(call: KdaCall, builder: str, **states: bool) -> Kernel:
-    """A kernel that walks the chunks; `states` says which of them it reads and writes."""
+def over_sequences(call: KdaCall, builder: str, **options: bool) -> Kernel:
+    """A kernel that walks the chunks; `options` are its own, such as which states it reads and writes."""
     return build(
         target_for(call.q.device), f"{KERNELS}.{builder}", state_v_first=call.state_v_first, block_V=block_V(call),
-        **states, **heads(call),
+        **options, **heads(call),
     )  # fmt: skip
 
 

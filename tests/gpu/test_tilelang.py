@@ -64,16 +64,6 @@ def test_auto_takes_it_and_compiles() -> None:
     assert torch.equal(o, expected)
 
 
-def test_gradient_comes_from_torch() -> None:
-    call = inputs.stable(1, 100, 2, device="cuda")
-    gradients = []
-    for backend in ("torch", "tilelang"):
-        v = call["v"].clone().requires_grad_()
-        kda.chunk_kda(**call | {"v": v}, backend=backend)[0].float().square().sum().backward()
-        gradients.append(v.grad)
-    assert rel_rmse(gradients[1], gradients[0]) < 1e-2  # the loss saw outputs that differ by rounding
-
-
 @pytest.mark.parametrize("gate", ["logsigmoid", "mixed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_the_twins_of_prepare_agree(gate: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +73,7 @@ def test_the_twins_of_prepare_agree(gate: str, dtype: torch.dtype, monkeypatch: 
     for twin in (tables.PREPARE[build.CPU], tables.PREPARE[build.HOPPER]):
         monkeypatch.setitem(tables.PREPARE, build.HOPPER, twin)
         found.append(chunk.stages(replace(checked("chunk_kda", **call), memo={})))
+    assert "Ainv" in found[0], "which is for the backward pass"
     for name, tile_level in found[0].items():
         assert rel_rmse(found[1][name], tile_level) <= 5e-3, name
 
@@ -162,7 +153,7 @@ def test_near_identical_keys_are_no_worse_than_flas(dtype: torch.dtype, T: int) 
     for label, call in family.items():
         true = recurrent_kda_golden(**call)
         ours = kda.chunk_kda(**call, backend="tilelang")
-        theirs = [fla.chunk_kda(**call, safe_gate=safe, state_v_first=True) for safe in (False, True)]
+        theirs = [fla.chunk_kda(**call, safe_gate=safe) for safe in (False, True)]
         for i, what in enumerate(("o", "state")):
             error, best = rel_rmse(ours[i], true[i]), min(rel_rmse(x[i], true[i]) for x in theirs)
             print(f"T {T} {dtype} {label}, {what}: {error:.2e}, FLA {best:.2e}, ratio {error / best:.2f}")

@@ -103,7 +103,7 @@ CALLS: dict[str, Callable[[], Call]] = {
 
 def check(name: str, backend: str, limit: float, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
     """Hold `backend` to the fp64 recurrence on the call `name`: o and states; what it must not touch keeps its bits."""
-    call = {key: _placed(x, device, dtype if key in ("q", "k", "v") else None) for key, x in CALLS[name]().items()}
+    call = {key: placed(x, device, dtype if key in ("q", "k", "v") else None) for key, x in CALLS[name]().items()}
     expected_o, expected = recurrent_kda_golden(**call)
     assert expected_o.any() and expected.nan_to_num().any()
     pool = call.get("initial_state")
@@ -133,12 +133,12 @@ def _named(pool: Tensor, indices: Tensor) -> Tensor:
     return named
 
 
-def _placed(x: Any, device: str, dtype: torch.dtype | None) -> Any:
+def placed(x: Any, device: str, dtype: torch.dtype | None) -> Any:
     """x on the device, strides and the memory between them included."""
     if not isinstance(x, Tensor):
         return x
     if x.is_neg():
-        return torch._neg_view(_placed(torch._neg_view(x), device, dtype))
+        return torch._neg_view(placed(torch._neg_view(x), device, dtype))
     return _storage(x).clone().to(device=device, dtype=dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
 

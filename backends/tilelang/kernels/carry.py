@@ -38,6 +38,7 @@ def carry(
     K: int,
     V: int,
     dtype: str,
+    with_ainv: bool,
     varlen: bool = False,
     cu_dtype: str = "int32",
     state_v_first: bool = True,
@@ -47,12 +48,13 @@ def carry(
 ) -> Any:
     """Kernel (table, decay, [initial_state], [cu_seqlens, order] | seq_len, o, [final_state]).
 
-    The states exist with their flags; cu_seqlens [N + 1] and order [N] in the varlen form, else seq_len (an int).
+    `with_ainv` tells the width of the table, which nobody but its maker knows; Ainv itself is not read. The states
+    exist with their flags; cu_seqlens [N + 1] and order [N] in the varlen form, else seq_len (an int).
     """
     f32 = "float32"
     tiles = V // block_V
     blocks = HV * tiles
-    at = columns(K, V, with_ainv=False)
+    at = columns(K, V, with_ainv=with_ainv)
     B, L, entries, N, N1 = T.dynamic("B, L, entries, N, N1")
     sequences = N1 - 1 if varlen else N
     initial_state_t = state_tensor(sequences, HV, K, V, state_v_first) if has_initial_state else None

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("tilelang")
 
 from kda import backends
-from kda.backends.call import KdaCall
+from kda.backends.call import DIFFERENTIABLE, KdaCall
 from kda.backends.tilelang import (
     ahead,
     backward,
@@ -33,6 +33,7 @@ from kda.backends.tilelang import (
 from kda.backends.tilelang.build import CPU, HOPPER, Spec
 from kda.checks import checked
 from kda.golden import inputs
+from kda.library import Recorded
 
 KERNELS = "kda.backends.tilelang.kernels"
 
@@ -118,6 +119,56 @@ def test_they_are_the_ones_that_the_call_then_takes(monkeypatch: pytest.MonkeyPa
             patch.setattr(build, "kernel", lambda spec, taken=taken: taken.append(spec) or (lambda *_: None))
             getattr(backends.load("tilelang"), call.op)(replace(call, memo={}))
         assert taken == wanted(call)
+
+
+def recorded(call: KdaCall) -> KdaCall:
+    """The call with leaves that require a gradient, and with nothing that is remembered of others like it."""
+    return replace(call, memo={}, **{name: getattr(call, name).detach().requires_grad_() for name in DIFFERENTIABLE})
+
+
+@pytest.mark.usefixtures("nothing_is_built")
+def test_the_kernels_of_a_call_and_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = recorded(chunk_call(lengths=[5, 15], initial_state=True))
+    forward = ["plan.plan", "prepare.prepare", "carry.carry"]
+    kernels = ["chunk_delta_h.chunk_delta_h", "backward.carry.carry", "backward.prepare.prepare"]
+    assert names(call) == [*forward, "plan.plan", "prepare.prepare", *kernels]
+    with torch.no_grad():
+        assert names(call) == forward
+    monkeypatch.setenv("KDA_KEEP_TABLE", "1")
+    assert names(call) == [*forward, "plan.plan", *kernels], "prepare is the same for both"
+    assert names(replace(call, **{name: getattr(call, name).detach() for name in DIFFERENTIABLE})) == forward
+
+
+@pytest.mark.parametrize("keep", ["0", "1"])
+@pytest.mark.parametrize("only_q", [False, True])
+@pytest.mark.parametrize("output_final_state", [False, True])
+def test_they_are_the_ones_that_a_training_step_takes(
+    monkeypatch: pytest.MonkeyPatch, output_final_state: bool, only_q: bool, keep: str
+) -> None:
+    monkeypatch.setenv("KDA_KEEP_TABLE", keep)
+    call = recorded(chunk_call(lengths=[5, 15], initial_state=True))
+    call.output_final_state = output_final_state
+    if only_q:
+        call = replace(call, **{name: getattr(call, name).detach() for name in DIFFERENTIABLE if name != "q"})
+    taken: list[Spec] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "kernel", lambda spec: taken.append(spec) or (lambda *_: None))
+        o, _ = Recorded.apply(replace(call, memo={}), "tilelang", *(getattr(call, name) for name in DIFFERENTIABLE))
+        o.sum().backward()
+    assert list(dict.fromkeys(taken)) == wanted(call)
+
+
+@pytest.mark.usefixtures("nothing_is_built", "hopper")
+@pytest.mark.parametrize("keep", ["0", "1"])
+def test_gradients_of_fp16_are_computed_in_bf16(monkeypatch: pytest.MonkeyPatch, keep: str) -> None:
+    monkeypatch.setenv("KDA_KEEP_TABLE", keep)
+    specs = wanted(recorded(chunk_call(initial_state=True, dtype=torch.float16)))
+    dtypes = [(spec.builder.removeprefix(f"{KERNELS}."), dict(spec.parameters)["dtype"]) for spec in specs]
+    assert dtypes == [
+        ("sm90.prepare.prepare", "float16"), ("carry.carry", "float16"), ("sm90.prepare.prepare", "bfloat16"),
+        ("chunk_delta_h.chunk_delta_h", "bfloat16"), ("backward.carry.carry", "bfloat16"),
+        ("backward.prepare.prepare", "bfloat16"),
+    ]  # fmt: skip
 
 
 def spec(name: str, **parameters: Any) -> Spec:

@@ -1,4 +1,4 @@
-"""The CUDA kernels compile for Hopper without a GPU, and their registers stay where they were when they were fast."""
+"""The CUDA kernels compile for Hopper without a GPU, fit its memory, and keep to the registers they had when fast."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import pytest
 pytest.importorskip("tilelang")
 
 from kda.backends.tilelang.build import HOPPER, compile_kernel
+from kda.backends.tilelang.kernels.backward.carry import carry as carry_backward
+from kda.backends.tilelang.kernels.backward.prepare import prepare as prepare_backward
 from kda.backends.tilelang.kernels.carry import carry
 from kda.backends.tilelang.kernels.chunk_delta_h import chunk_delta_h
 from kda.backends.tilelang.kernels.chunk_o import chunk_o
@@ -22,23 +24,51 @@ from kda.backends.tilelang.kernels.sm90.prepare import prepare as prepare_sm90
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
+SHARED_MEMORY = 232448
+"""Bytes that a block on a Hopper GPU can have. nvcc does not hold a kernel to them, since most are asked for when it is
+launched: one that asks for more compiles, and fails on a GPU."""
+
+SPILLS = {"prepare, backward": 192}
+"""Bytes that a kernel may spill, by how its name begins. Of this one a block has 512 threads of at most 128 registers,
+and a thread holds the decays of two blocks of rows all the time: what is spilled is read again once a phase."""
+
 SHAPE = {"HV": 32, "K": 128, "V": 128, "dtype": "bfloat16"}
 STATES = {"has_initial_state": True, "has_final_state": True}
+CARRY = SHAPE | STATES | {"with_ainv": False}
 PRODUCTION = {"use_qk_l2norm": True, "use_gate": True, "bounded_gate": True, "use_beta_sigmoid": True}
+D_STATES = {"has_d_final_state": True, "has_d_initial_state": True}
 RAW = {"H": 32, "g_dtype": "bfloat16", "beta_dtype": "bfloat16"}
+LOG_DECAY = {"H": 32, "g_dtype": "float32", "beta_dtype": "float32"}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plan": (plan, {"HV": 32, "V": 128, "dtype": "bfloat16", "cu_dtype": "int32"}),
+    "plan, backward": (
+        plan,
+        {"HV": 32, "K": 128, "V": 128, "cu_dtype": "int64", "dtype": "bfloat16"}
+        | {"g_dtype": "float32", "beta_dtype": "float32"},
+    ),
     "prepare, bounded gate": (prepare_sm90, SHAPE | RAW | PRODUCTION),
     "prepare, log decay, packed, fp16": (
         prepare_sm90,
-        SHAPE | {"dtype": "float16", "H": 32, "g_dtype": "float32", "beta_dtype": "float32", "varlen": True},
+        SHAPE | LOG_DECAY | {"dtype": "float16", "varlen": True},
     ),
-    "carry, 128 columns": (carry, SHAPE | STATES | {"block_V": 128}),
-    "carry, 64 columns": (carry, SHAPE | STATES | {"block_V": 64}),
-    "carry, packed": (carry, SHAPE | STATES | {"block_V": 128, "varlen": True}),
+    "prepare, with Ainv": (prepare_sm90, SHAPE | RAW | PRODUCTION | {"with_ainv": True}),
+    "carry, 128 columns": (carry, CARRY | {"block_V": 128}),
+    "carry, 64 columns": (carry, CARRY | {"block_V": 64, "with_ainv": True}),
+    "carry, packed": (carry, CARRY | {"block_V": 128, "varlen": True}),
     "chunk_delta_h, 64 columns": (chunk_delta_h, SHAPE | STATES),
     "chunk_delta_h, 128 columns, packed": (chunk_delta_h, SHAPE | STATES | {"block_V": 128, "varlen": True}),
     "chunk_o": (chunk_o, SHAPE),
+    "carry, backward, 64 columns": (carry_backward, SHAPE | D_STATES),
+    "carry, backward, 128 columns": (carry_backward, SHAPE | D_STATES | {"block_V": 128}),
+    "carry, backward, packed": (carry_backward, SHAPE | D_STATES | {"block_V": 128, "varlen": True}),
+    "prepare, backward, bounded gate": (prepare_backward, SHAPE | RAW | PRODUCTION),
+    "prepare, backward, softplus gate, packed": (
+        prepare_backward,
+        SHAPE | RAW | PRODUCTION | {"bounded_gate": False, "varlen": True, "cu_dtype": "int64"},
+    ),
+    "prepare, backward, log decay": (prepare_backward, SHAPE | LOG_DECAY),
+    "prepare, backward, K 64": (prepare_backward, SHAPE | RAW | PRODUCTION | {"K": 64}),
+    "prepare, backward, V 64": (prepare_backward, SHAPE | RAW | PRODUCTION | {"V": 64}),
     "fused_recurrent": (
         fused_recurrent,
         SHAPE | RAW | PRODUCTION | {"has_initial_state": True, "inplace": True, "slot_dtype": "int32"},
@@ -63,16 +93,27 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
+def test_compiles_without_spills_and_fits(name: str, tmp_path: Path) -> None:
     builder, parameters = KERNELS[name]
     from tilelang.contrib import nvcc
 
+    kernel = compile_kernel(builder(**parameters), HOPPER)
     source = tmp_path / "kernel.cu"
-    source.write_text(compile_kernel(builder(**parameters), HOPPER).get_kernel_source())
+    source.write_text(kernel.get_kernel_source())
     options = [*nvcc.default_compile_options(), "--use_fast_math", "-O3", "-w", "-Xptxas", "-v"]
     command = ["nvcc", "--cubin", f"-arch={HOPPER}", *options, "-o", str(tmp_path / "kernel.cubin"), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     spilled = [int(x) for x in re.findall(r"(\d+) bytes spill", done.stderr)]
-    assert spilled and max(spilled) == 0, spilled
+    assert spilled and max(spilled) <= next((x for kind, x in SPILLS.items() if name.startswith(kind)), 0), spilled
     assert "warpgroup.wait is injected" not in done.stderr  # products meant to run on by themselves do
+    static = sum(int(x) for x in re.findall(r"(\d+) bytes smem", done.stderr))
+    assert 0 < static + dynamic_shared_memory(kernel) <= SHARED_MEMORY
+
+
+def dynamic_shared_memory(kernel: Any) -> int:
+    """Bytes that a launch asks for: its last argument, if the kernel has such memory."""
+    if "extern __shared__" not in kernel.get_kernel_source():
+        return 0
+    before_launch, *_ = kernel.get_host_source().partition("_kernel_packed == NULL")
+    return int(re.findall(r"v_int64\) = \(\(int64_t\)(\d+)\);", before_launch)[-1])

@@ -93,7 +93,7 @@ def run(call: dict[str, Any]) -> dict[str, Tensor]:
     final = poison(N, HV, *((V, K) if call["state_v_first"] else (K, V)))
     final_pair = final.clone()
     without_ainv = table[..., : columns(K, V, with_ainv=False).width].contiguous()
-    build(carry, **common, **states)(without_ainv, decay, *initial, *which, o, final)
+    build(carry, with_ainv=False, **common, **states)(without_ainv, decay, *initial, *which, o, final)
     build(chunk_delta_h, **common, **states)(table, decay, *initial, *which, h, v_new, final_pair)
     build(chunk_o, block_V=min(V, 128), **common)(table, h, v_new, *owners, o_pair)
     used = used_entries(call, entries)

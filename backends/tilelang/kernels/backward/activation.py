@@ -11,7 +11,7 @@ from typing import Any
 import tilelang.language as T
 
 from kda.golden.constants import CHUNK_SIZE as C
-from kda.golden.constants import L2_NORM_EPS, L2_NORM_SHRINK
+from kda.golden.constants import L2_NORM_EPS, L2_NORM_SHRINK, MIN_LOG_DECAY
 
 from ..activation import LOG2E, log2_gate, sigmoid
 from ..rows import LARGEST
@@ -20,15 +20,16 @@ from .scores import ROWS
 MAX_LOG2 = 120.0
 """exp(-A x) is bounded by 2 to this: infinite, it would make NaN of the derivative of a gate that is shut."""
 
+MAX_RATE = 2.0**63
+"""A is bounded by this in that derivative, so that MAX_LOG2 makes it 0 whatever the rate."""
+
 
 @T.macro
-def load_gates(g: Any, dt_bias: Any, t0: Any, rows: Any, hv: Any, use_gate: bool, raw_g: Any, bias: Any):
-    """raw_g [ROWS, BLOCKS, K]: the raw gates, 0 past the end. bias [BLOCKS, K]: what is added to them."""
+def load_gates(g: Any, t0: Any, rows: Any, hv: Any, raw_g: Any):
+    """raw_g [ROWS, BLOCKS, K]: the raw gates, 0 past the end."""
     for r in T.unroll(ROWS):
-        for b, c in T.Parallel(*bias.shape):
+        for b, c in T.Parallel(*raw_g.shape[1:]):
             raw_g[r, b, c] = T.if_then_else(b * ROWS + r < rows, g[t0 + b * ROWS + r, hv, c], T.cast(0, g.dtype))
-    for b, c in T.Parallel(*bias.shape):
-        bias[b, c] = dt_bias[hv * bias.shape[1] + c] if use_gate else 0.0
 
 
 @T.macro
@@ -98,7 +99,8 @@ def through_gate(
 ):  # fmt: skip
     """Stores dg of the raw gate, from flow + total of the log decay and sums up its, and A_log's.
 
-    raw_g and bias are loaded before (load_gates), since a load here would wait for the store before it.
+    raw_g is loaded before (load_gates), since a load here would wait for the store before it. The sums are there with
+    the gate.
     """
     f32, shape = "float32", total.shape
     raw = T.alloc_fragment(shape, f32)
@@ -106,8 +108,9 @@ def through_gate(
     d_rate = T.alloc_fragment(shape, f32)
     s = T.alloc_fragment(shape, f32)
     low = T.alloc_fragment(shape, dg.dtype)
-    T.clear(raw_sum)
-    T.clear(rate_sum)
+    if use_gate:
+        T.clear(raw_sum)
+        T.clear(rate_sum)
     for r in T.unroll(ROWS):
         for b, c in T.Parallel(*shape):
             raw[b, c] = raw_g[r, b, c]
@@ -118,11 +121,12 @@ def through_gate(
                     # s (1 - s) = e s² with e = exp(-A x): 1 - s would lose it, where s is next to 1.
                     d_rate[b, c] = T.exp2(T.min(raw[b, c] * (-LOG2E * A), MAX_LOG2))
                     s[b, c] = 1.0 / (1.0 + d_rate[b, c])
-                    d_raw[b, c] = (d_rate[b, c] * s[b, c]) * s[b, c] * (lower_bound * A) * d_raw[b, c]
+                    d_raw[b, c] = (d_rate[b, c] * s[b, c]) * s[b, c] * (lower_bound * T.min(A, MAX_RATE)) * d_raw[b, c]
                     d_rate[b, c] = d_raw[b, c] * raw[b, c]
                 else:
-                    d_rate[b, c] = T.max(log2_gate(raw[b, c], 0.0, A, 0.0, True, False), -1e30) * d_raw[b, c]
-                    d_rate[b, c] = d_rate[b, c] * (1.0 / LOG2E)
+                    s[b, c] = log2_gate(raw[b, c], 0.0, A, 0.0, True, False)
+                    d_raw[b, c] = T.if_then_else(s[b, c] < MIN_LOG_DECAY * LOG2E, 0.0, d_raw[b, c])
+                    d_rate[b, c] = T.max(s[b, c], MIN_LOG_DECAY * LOG2E) * (1.0 / LOG2E) * d_raw[b, c]
                     d_raw[b, c] = -A * sigmoid(raw[b, c]) * d_raw[b, c]
                 raw_sum[b, c] = raw_sum[b, c] + d_raw[b, c]
                 rate_sum[b, c] = rate_sum[b, c] + d_rate[b, c]

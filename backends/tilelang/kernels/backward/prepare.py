@@ -9,9 +9,11 @@ out: dq and dk [B, T, HV, K], of which the sum over a head's value heads is the 
     raw inputs; dgate [entries, HV, 2, K] fp32, the sums over the chunk of dg and of A_log's gradient, 0 for an unused
     entry; it exists with the gate. Rows outside of all sequences are left as they are.
 
-One block of eight warps makes one (entry, value head), with 227 KiB of shared memory. Automatic barriers are off
-(they would stand in the unrolled loops): each phase ends with one of these here, behind which other tiles may have its
-memory. Beside them, only reduce_sum needs any, and a row lies in one warp.
+One block of 4 K threads makes one (entry, value head), with all of a multiprocessor's registers and shared memory, so
+that many of its phases wait for nothing but issue slots: tiles that are read by rows lie in rows, where a thread's
+addresses differ by constants. Automatic barriers are off (they would stand in the unrolled loops): each phase ends with
+one of these here, behind which other tiles may have its memory. Beside them, only reduce_sum needs any, and a row lies
+in one warp.
 """
 
 from typing import Any
@@ -134,8 +136,11 @@ def prepare(
                 row_s = T.alloc_shared((C, 4), f32)  # factors of q and k, beta, and P's diagonal
                 log2_block_s = T.alloc_shared((BLOCKS, K), f32)
                 # TileLang places tiles as they are first touched: these stay, and are not to part what comes and goes.
-                T.clear(row_s)
-                T.clear(log2_block_s)
+                # Nobody else writes what is touched here before the next barrier.
+                for i in T.Parallel(C):
+                    row_s[i, 3] = 0.0
+                for b, c in T.Parallel(BLOCKS, K):
+                    log2_block_s[b, c] = 0.0
                 qk_ready = T.alloc_barrier(1)
                 y_ready = T.alloc_barrier(1)
                 h_ready = T.alloc_barrier(1)
@@ -149,10 +154,12 @@ def prepare(
                 if T.get_thread_binding() == 0:
                     T.barrier_arrive(qk_ready)
                     T.barrier_arrive(y_ready)
-                load_gates(g, dt_bias, t0, rows, hv, use_gate, raw_g, bias)
+                load_gates(g, t0, rows, hv, raw_g)
+                for b, c in T.Parallel(BLOCKS, K):
+                    bias[b, c] = dt_bias[hv * K + c] if use_gate else 0.0
                 A = rate(A_log, hv, use_gate)
 
-                # ---- M1 once more: a block of 16 rows of two channels is a thread's
+                # ---- M1 once more: eight rows of two channels are a thread's
                 a = T.alloc_fragment((ROWS, BLOCKS, K), f32)
                 decays(raw_g, rows, bias, A, lower_bound, use_gate, bounded_gate, a, log2_block_s)
                 # These come in behind the gates, which are what is waited for first.
@@ -287,10 +294,10 @@ def prepare(
                 T.sync_threads()
 
                 # ---- dM1
-                load_gates(g, dt_bias, t0, rows, hv, use_gate, raw_g, bias)
+                load_gates(g, t0, rows, hv, raw_g)
                 add_passing(passing_s, part_s, log2_block_s, total)
-                raw_sum = T.alloc_fragment((BLOCKS, K), f32)
-                rate_sum = T.alloc_fragment((BLOCKS, K), f32)
+                raw_sum = T.alloc_fragment((BLOCKS, K), f32) if use_gate else None
+                rate_sum = T.alloc_fragment((BLOCKS, K), f32) if use_gate else None
                 through_gate(
                     raw_g, t0, rows, hv, bias, A, lower_bound, use_gate, bounded_gate, flow, total, dg, raw_sum,
                     rate_sum,
@@ -308,7 +315,8 @@ def prepare(
                         ) + ((sums_s[s, 4, c] + sums_s[s, 5, c]) + (sums_s[s, 6, c] + sums_s[s, 7, c]))
                 d = T.alloc_fragment((C, K), f32)
                 for i, c in T.Parallel(C, K):
-                    d[i, c] = rows_s[i, c]
+                    # With q's pair with its own key: across no decay, and never let into the sums that flow across one.
+                    d[i, c] = rows_s[i, c] + T.cast(qk_s[C + i, c], f32) * (row_s[i, 1] * row_s[i, 3])
                 through_norm(qk_s, row_s, 0, scale, use_qk_l2norm, d)
                 store_rows(d, t0, rows, hv, dq)
                 for i, c in T.Parallel(C, K):

@@ -170,10 +170,11 @@ def gather_rows(
     a: Any, log2_block_s: Any, qk_s: Any, row_s: Any, within_s: Any, levels_s: Any, level_8_s: Any,
     out_s: Any, border: Any, cross_32: Any, cross_16: Any,
 ):  # fmt: skip
-    """dq and dk⁺ of every row, in place of R in out_s [2 C, K]; levels_s, level_8_s: the levels' products.
+    """dq and dk⁺ of every row, but for q's pair with its own key, in place of R in out_s [2 C, K]; levels_s, level_8_s:
+    the levels' products.
 
-    border, cross_32 and cross_16 [BLOCKS, K]: what a block's rows add to the gradients of earlier blocks' log decays, by
-    S's terms and by those levels'.
+    border, cross_32 and cross_16 [BLOCKS, K]: what a block's rows add to the gradients of earlier blocks' log decays,
+    by S's terms and by those levels'.
     """
     f32, shape = "float32", (BLOCKS, a.shape[2])
     run = T.alloc_fragment(shape, f32)
@@ -232,7 +233,7 @@ def gather_rows(
                     dk[b, c] = dk[b, c] + within_s[b, r, j, 1] * decayed[j, b, c]
         for b, c in T.Parallel(*shape):
             decayed[r, b, c] = k[b, c]
-            out_s[b * ROWS + r, c] = dq[b, c] + row_s[b * ROWS + r, 3] * k[b, c]
+            out_s[b * ROWS + r, c] = dq[b, c]
             out_s[C + b * ROWS + r, c] = dk[b, c]
 
 
@@ -243,8 +244,9 @@ def gather_columns(
 ):  # fmt: skip
     """dk⁻ of every column to out_s [C, K] fp32, from Z in z_s and the levels' products in levels_s and level_8_s.
 
-    rows_s [2 C, K]: dq and dk⁺, of whose terms each row's is taken. flow [ROWS, BLOCKS, K] + total become the gradient of the log decay, but for what passes over the block; border, cross_32, cross_16:
-    as `gather_rows` has them, of the columns' terms with S' and of those levels'.
+    rows_s [2 C, K]: dq and dk⁺, from which each row's terms are taken again. flow [ROWS, BLOCKS, K] + total become the
+    gradient of the log decay, but for what passes over the block; border, cross_32, cross_16: as `gather_rows` has
+    them, of the columns' terms with S' and of those levels'.
     """
     f32, shape = "float32", (BLOCKS, a.shape[2])
     run = T.alloc_fragment(shape, f32)
@@ -292,10 +294,11 @@ def gather_columns(
         for b, c in T.Parallel(*shape):
             total[b, c] = total[b, c] + k[b, c] * dk[b, c]
             dk[b, c] = dk[b, c] + within[ROWS - 1 - s, b, c]
-            sums[b, c] = sums[b, c] + q[b, c] * (
-                rows_s[b * ROWS + ROWS - 1 - s, c] - row_s[b * ROWS + ROWS - 1 - s, 3] * k[b, c]
+            sums[b, c] = sums[b, c] + (
+                q[b, c] * rows_s[b * ROWS + ROWS - 1 - s, c]
+                + k_beta[b, c] * rows_s[C + b * ROWS + ROWS - 1 - s, c]
+                - k[b, c] * dk[b, c]
             )
-            sums[b, c] = sums[b, c] + (k_beta[b, c] * rows_s[C + b * ROWS + ROWS - 1 - s, c] - k[b, c] * dk[b, c])
             flow[ROWS - 1 - s, b, c] = sums[b, c]
             out_s[b * ROWS + ROWS - 1 - s, c] = dk[b, c] + row_s[b * ROWS + ROWS - 1 - s, 3] * q[b, c]
             run[b, c] = run[b, c] * a[ROWS - 1 - s, b, c]
