@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import kda
 from kda import backends, golden
-from kda.backends.call import PER_TOKEN, KdaCall, state_dtype
+from kda.backends.call import DIFFERENTIABLE, PER_TOKEN, KdaCall, state_dtype
 from kda.checks import checked
 from kda.cli.memory import free_memory
 from kda.golden.compare import Comparison, compare
@@ -31,6 +32,14 @@ COLLINEAR_LIMIT = 1e-2
 COLLINEAR_BF16_LIMIT = 3e-2
 """That limit, and no other, for TileLang on a GPU in bf16: rounding kg, u or Akk's operands to it costs 1e-2 in the
 state each, since what the next keys cannot see of an error is never corrected."""
+
+GRADIENTS: dict[str, str] = {"initial_state": "dM4 (d_initial_state)"} | {
+    name[1:]: f"{stage} ({name})"
+    for stage, names in golden.BACKWARD_STAGES.items()
+    for name in names
+    if name[1:] in DIFFERENTIABLE
+}
+"""Each tensor that has a gradient -> the stage of the backward pass that makes it, in the order of the stages."""
 
 Inputs = dict[str, Any]
 
@@ -118,6 +127,15 @@ class Run:
         """The backend's output and final state or states, token by token."""
         return _both(kda.fused_recurrent_kda(**{**inputs, "output_final_state": True}, backend=self.backend))
 
+    def gradients(self, inputs: Inputs, do: Tensor, d_final_state: Tensor | None) -> dict[str, Tensor]:
+        """The backend's gradients of every tensor that has one, from those of o and of the final state (None: no state
+        is asked for)."""
+        leaves = differentiable(inputs)
+        results = kda.chunk_kda(**{**inputs, **leaves}, backend=self.backend)
+        pairs = [(y, d) for y, d in zip(results, (do, d_final_state), strict=True) if y is not None and d is not None]
+        ys, ds = zip(*pairs, strict=True)
+        return dict(zip(leaves, torch.autograd.grad(ys, tuple(leaves.values()), ds), strict=True))
+
     def needs_memory(self, gigabytes: int) -> None:
         """Skip the case where the device has less free memory than this."""
         free = free_memory(self.device)
@@ -142,7 +160,9 @@ class Run:
 
         With `borders`, the tensors are outputs `[..., T, HV, V]` and the plot shows them.
         """
-        found = compare(actual, expected, atol=atol, rtol=atol if atol < float("inf") else 0.0, max_rel_rmse=limit)
+        rtol = atol if atol < float("inf") else 0.0
+        # Finite, so that the error of a NaN or inf is out of tolerance nevertheless.
+        found = compare(actual, expected, atol=min(atol, sys.float_info.max), rtol=rtol, max_rel_rmse=limit)
         error = None if borders is None else _over_heads(actual, expected, atol)
         self.findings.append(Finding(what, found.ok, str(found), found, error, borders or []))
         return found.ok
@@ -223,14 +243,24 @@ def tokens(inputs: Inputs, start: int, stop: int) -> Inputs:
     return {name: x[:, start:stop] if name in PER_TOKEN else x for name, x in inputs.items()}
 
 
-def first_departing_stage(backend: str, inputs: Inputs) -> str | None:
-    """The first of M1 to M4 where the backend's own tensors leave the golden's; None where all that it has agree."""
+def differentiable(inputs: Inputs) -> Inputs:
+    """The call's tensors that may have a gradient, as leaves that require one."""
+    given = {name: inputs[name] for name in DIFFERENTIABLE if inputs.get(name) is not None}
+    return {name: x.detach().requires_grad_() for name, x in given.items()}
+
+
+def first_departing_stage(backend: str, inputs: Inputs, gradients_off: Sequence[str] = ()) -> str | None:
+    """The first of M1 to M4 where the backend's own tensors leave the golden's; None where all that it has agree.
+
+    After them, the first of dM4 to dM1 that makes one of the gradients that are off. A backend hands out no tensors
+    between these, so the fault may be in an earlier stage whose tensors the other gradients do not show.
+    """
     call = checked("chunk_kda", **inputs)
-    actual = backends.load(backend).stages(call)
-    if not actual:
-        return None
-    expected = golden.chunk_kda_stages(**inputs, chunk_size=actual["Aqk"].shape[-1])
-    return golden.first_departure(actual, expected, REL_RMSE_LIMIT)
+    if actual := backends.load(backend).stages(call):
+        expected = golden.chunk_kda_stages(**inputs, chunk_size=actual["Aqk"].shape[-1])
+        if stage := golden.first_departure(actual, expected, REL_RMSE_LIMIT):
+            return stage
+    return next((stage for name, stage in GRADIENTS.items() if name in gradients_off), None)
 
 
 def run_case(case: Case, backend: str, device: torch.device, dtype: torch.dtype) -> Result:

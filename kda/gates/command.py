@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +17,12 @@ from kda.cli import options
 from kda.cli.console import Column, open_console, progress_bar, say, show_table
 from kda.cli.options import UsageError
 from kda.cli.report import write_report
-from kda.gates.case import CASES, Case, Result, run_case
+from kda.gates import report
+from kda.gates.case import CASES, GRADIENTS, Case, Result, run_case
 from kda.gates.dry import calls_of
 
 # isort: off
-from kda.gates import shapes, numerics, robustness, decode  # noqa: F401  (they fill the table, in this order)
+from kda.gates import shapes, numerics, robustness, gradients, decode  # noqa: F401  (they fill the table, in this order)
 # isort: on
 
 _COLOURS = {"passed": "green", "failed": "bold red", "skipped": "yellow", "refused": "yellow"}
@@ -33,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_dtype(parser, "of q, k and v", "bf16")
     options.add_device(parser)
     options.add_files(parser, "draw the error of o along tokens and channels")
+    whole = "write there, as text, what to attach to an issue: versions, the gates, and times beside a model's"
+    parser.add_argument("--report", metavar="FILE", type=Path, help=whole)
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
 
 
@@ -56,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     def ended(result: Result) -> None:
         results.append(result)
         if args.json:
-            report = _as_json(results, backend, device, args.dtype)
-            write_report(args.json, report, complete=len(results) == len(chosen))
+            so_far = _as_json(results, backend, device, args.dtype)
+            write_report(args.json, so_far, complete=len(results) == len(chosen))
 
     dtype = options.DTYPES[args.dtype]
     wait = _build_ahead(chosen, backend, device, dtype)
@@ -72,6 +77,9 @@ def run(args: argparse.Namespace) -> int:
 
         if not draw(results, args.plot, about):
             say(console, f"--plot: no case left an error of o to draw; {args.plot} was not written")
+    if args.report:
+        shown = functools.partial(show, results=results)
+        report.write(args.report, shown, backend, device, args.dtype, dtype)
     outcomes = [result.outcome for result in results]
     return 0 if "passed" in outcomes and "failed" not in outcomes else 1
 
@@ -105,10 +113,11 @@ def _run_all(
 def show(console: Console, results: Sequence[Result], of: int | None = None) -> None:
     """Print the table, then every reason and every finding that is not as it should be; `of` so many cases."""
     columns = (Column("case"), Column("what it holds", least=20), Column("rel RMSE o", number=True),
-               Column("state", number=True), Column("seconds", number=True, needed=False),
-               Column("outcome"))  # fmt: skip
+               Column("state", number=True), Column("gradients", number=True),
+               Column("seconds", number=True, needed=False), Column("outcome"))  # fmt: skip
+    of_gradients = [f"d{name}" for name in GRADIENTS]
     rows = [
-        (r.case.id, r.case.title, _worst(r, "o"), _worst(r, "state"), f"{r.seconds:.1f}",
+        (r.case.id, r.case.title, _worst(r, "o"), _worst(r, "state"), _worst(r, *of_gradients), f"{r.seconds:.1f}",
          f"[{_COLOURS[r.outcome]}]{r.outcome}[/]")
         for r in results
     ]  # fmt: skip
@@ -126,9 +135,9 @@ def show(console: Console, results: Sequence[Result], of: int | None = None) -> 
     console.print("\n" + ", ".join(told) + f" in {total:.0f} s")
 
 
-def _worst(result: Result, what: str) -> str:
-    """The largest relative RMSE among the findings about `o` or `state` (a NaN counts as the largest)."""
-    errors = [f.comparison.rel_rmse for f in result.findings if f.comparison and f.what.split()[-1] == what]
+def _worst(result: Result, *tensors: str) -> str:
+    """The largest relative RMSE among the findings about these tensors (a NaN counts as the largest)."""
+    errors = [f.comparison.rel_rmse for f in result.findings if f.comparison and f.what.split()[-1] in tensors]
     return f"{max(errors, key=lambda e: (e != e, e)):.1e}" if errors else ""
 
 

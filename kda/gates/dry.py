@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kda import backends
 from kda.backends.call import KdaCall, Op
 from kda.checks import checked
-from kda.gates.case import REL_RMSE_LIMIT, Case, Inputs, Run, unknown_results
+from kda.gates.case import REL_RMSE_LIMIT, Case, Inputs, Run, differentiable, unknown_results
 
 
 def calls_of(cases: Sequence[Case], backend: str, device: torch.device, dtype: torch.dtype) -> list[KdaCall]:
@@ -39,13 +39,18 @@ class DryRun(Run):
         self.calls = calls
 
     def chunk_kda(self, **inputs: Any) -> tuple[Tensor, Tensor]:
-        return self._noted("chunk_kda", inputs)
+        return self._noted("chunk_kda", {**inputs, "output_final_state": True})
 
     def fused_recurrent_kda(self, **inputs: Any) -> tuple[Tensor, Tensor]:
-        return self._noted("fused_recurrent_kda", inputs)
+        return self._noted("fused_recurrent_kda", {**inputs, "output_final_state": True})
+
+    def gradients(self, inputs: Inputs, do: Tensor, d_final_state: Tensor | None) -> dict[str, Tensor]:
+        leaves = differentiable(inputs)  # by which the backend sees that kernels of the backward pass are wanted
+        self._noted("chunk_kda", {**inputs, **leaves})
+        return leaves
 
     def _noted(self, op: Op, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        call = checked(op, **{**inputs, "output_final_state": True})
+        call = checked(op, **inputs)
         call.memo = {}  # not the one of the real call: what is derived from fake tensors must not get there
         backends.select(call, self.backend)  # raises as the case will, if the backend refuses the call
         if call.B * call.T:  # others are answered without a backend

@@ -91,6 +91,16 @@ def test_a_nan_is_found_and_placed(register):
     assert "[0, 5, 1, 7] is nan" in result.findings[0].text
 
 
+def test_a_nan_is_found_where_no_element_has_a_limit_of_its_own():
+    run = Run("torch", CPU, torch.float32)
+    x = torch.ones(3)
+    run.close("x", x, x, float("inf"))
+    run.close("x", x, x.index_fill(0, torch.tensor(1), float("nan")), float("inf"))
+    run.close("x", x.index_fill(0, torch.tensor(1), float("nan")), x, float("inf"))
+    run.close("x", x.index_fill(0, torch.tensor(1), float("inf")), x, float("inf"))
+    assert [finding.ok for finding in run.findings] == [True, False, False, False]
+
+
 def test_the_seed_cases_are_all_there():
     assert set(CASES) >= SEED_CASES
     assert {id for id, case in CASES.items() if case.slow} == {"L3", "PAIRS", "INDEX32"}

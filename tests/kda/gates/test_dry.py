@@ -11,7 +11,7 @@ from fake_backends import FakeBackend
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kda.backends.call import KdaCall
+from kda.backends.call import DIFFERENTIABLE, KdaCall
 from kda.gates.case import Case, Run, run_case
 from kda.gates.command import CASES
 from kda.gates.dry import calls_of
@@ -26,7 +26,10 @@ def found(*ids: str, backend: str = "torch", dtype: torch.dtype = torch.bfloat16
 
 def described(call: KdaCall) -> tuple:
     tensors = {name: getattr(call, name) for name in KdaCall.__dataclass_fields__ if name != "memo"}
-    return tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in tensors.values())
+    return tuple(
+        (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x
+        for x in tensors.values()
+    )
 
 
 class Noting(FakeBackend):
@@ -39,7 +42,8 @@ class Noting(FakeBackend):
 
 
 def test_the_calls_are_those_of_the_case(register) -> None:
-    ids = ("L0", "V0", "V2", "T37", "TAILS", "LAYOUT", "GVA", "STRIDES", "SOFTPLUS", "RECURRENT", "SPECULATE", "POOL")
+    ids = ("L0", "V0", "V2", "T37", "TAILS", "LAYOUT", "GVA", "STRIDES", "SOFTPLUS", "RECURRENT", "SPECULATE", "POOL",
+           "GRAD-RAW", "GRAD-PACKED", "GRAD-STATES")  # fmt: skip
     noting = register("noting", Noting())
     for id in ids:
         del noting.calls[:]
@@ -54,6 +58,13 @@ def test_calls_have_no_values_and_a_memo_of_their_own() -> None:
     (again,) = found("V2")
     assert "spoiled" not in again.memo
     assert [c.T for c in found("TAILS", dtype=torch.float16)] == [*TAILS]
+
+
+def test_gradients_are_asked_of_tensors_that_require_them() -> None:
+    (training,) = found("GRAD-STATES")
+    asked = [name for name in DIFFERENTIABLE if (x := getattr(training, name)) is not None and x.requires_grad]
+    assert asked == ["q", "k", "v", "g", "beta", "A_log", "dt_bias"] and not training.output_final_state
+    assert found("GRAD-LAYOUT")[0].initial_state.requires_grad and not found("L0")[0].q.requires_grad
 
 
 def test_every_case_is_gone_through_at_once_and_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
