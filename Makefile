@@ -42,8 +42,9 @@ endif
 demo: $(VENV)/.base
 	$(BIN)/python -m kda demo
 
+# Two processes share the test files. All tests of one file run in one of them, which compiles a kernel only once.
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .

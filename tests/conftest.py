@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,14 @@ from kda.backends import environment
 pytest.register_assert_rewrite(
     "calls", "decode_calls", "fake_backends", "golden_calls", "process_modes", "pypto_process", "torch_calls"
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where several processes run the tests side by side (`-n`), they and their children share the processors."""
+    if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+        threads = max(1, len(os.sched_getaffinity(0)) // int(workers))
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 @pytest.fixture

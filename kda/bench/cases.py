@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from kda.backends.call import DIFFERENTIABLE
 from kda.golden.constants import CHUNK_SIZE as CHUNK
 
 LOWER_BOUND = -5.0
@@ -19,6 +21,8 @@ BYTES_MEANING = (
     "each input and output once: q, k, g, v, o, beta of b = 2 bytes; fp32 states in and out; A_log and dt_bias"
 )
 FLOPS_FORMULA = "per chunk and head: C²·(6K + 4V) + 6·C·K·V + C³/3"
+TRAINING_BYTES_FORMULA = "in training T·H·(9K + 5V + 3)·b + 12·H·(K + 1), and 16·(N + 1) for cu_seqlens"
+TRAINING_FLOPS_FORMULA = "in training C²·(8K + 8V) + 12·C·K·V more"
 FLOPS_MEANING = (
     "C = 64, or what is left for the last chunk; Akk, Aqk, w, u, Aqk v_new as dense products; w S, q S, kᵀ v_new; "
     "the triangular inverse"
@@ -47,6 +51,11 @@ class Case:
         return sum(self.lengths)
 
     @property
+    def chunks(self) -> Iterator[int]:
+        """The tokens of each chunk."""
+        return (min(CHUNK, length - start) for length in self.lengths for start in range(0, length, CHUNK))
+
+    @property
     def moved_bytes(self) -> int:
         """Ideal traffic, by `BYTES_FORMULA`."""
         T, N, H, K, V = self.tokens, len(self.lengths), self.H, self.K, self.V
@@ -56,9 +65,8 @@ class Case:
     @property
     def flops(self) -> float:
         """Floating-point operations of the chunked form, by `FLOPS_FORMULA`."""
-        chunks = (min(CHUNK, length - start) for length in self.lengths for start in range(0, length, CHUNK))
         K, V = self.K, self.V
-        return self.H * math.fsum(C * C * (6 * K + 4 * V) + 6 * C * K * V + C**3 / 3 for C in chunks)
+        return self.H * math.fsum(C * C * (6 * K + 4 * V) + 6 * C * K * V + C**3 / 3 for C in self.chunks)
 
     def scaled_down(self) -> Case:
         """A version for a CPU: a 16th of the heads and a 32nd of the tokens, at least one of each."""
@@ -108,6 +116,33 @@ class Decode(Case):
         return dataclasses.replace(self, H=max(1, self.H // 16), lengths=self.lengths[: -(-len(self.lengths) // 16)])
 
 
+class Train(Case):
+    """A step of training: the gradients of every input from one of o. It has no states."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Ideal traffic of both passes, by `TRAINING_BYTES_FORMULA`: the backward pass reads the inputs once more and
+        o's gradient, and writes theirs."""
+        T, N, H, K, V = self.tokens, len(self.lengths), self.H, self.K, self.V
+        bounds = 16 * (N + 1) if self.packed else 0
+        return T * H * (9 * K + 5 * V + 3) * 2 + 12 * H * (K + 1) + bounds
+
+    @property
+    def flops(self) -> float:
+        """Operations of both passes, by `TRAINING_FLOPS_FORMULA`; what is computed a second time does not count."""
+        K, V = self.K, self.V
+        backward = math.fsum(C * C * 8 * (K + V) + 12 * C * K * V for C in self.chunks)
+        return super().flops + self.H * backward
+
+    def inputs(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
+        """As of the other cases, without states; the tensors that have a gradient require it."""
+        inputs = super().inputs(device, dtype, seed) | {"initial_state": None, "output_final_state": False}
+        for name in DIFFERENTIABLE:
+            if inputs[name] is not None:
+                inputs[name].requires_grad_()
+        return inputs
+
+
 MIXED = (1300, 547, 2048, 963, 271, 3063)
 CASES: dict[str, Case] = {
     case.id: case
@@ -120,9 +155,16 @@ CASES: dict[str, Case] = {
         *(Case(f"T{T}", 32, (T,)) for T in (64, 128, 256, 512, 1024, 2048)),
         *(Decode(f"B{B}", 32, (1,) * B) for B in (1, 16, 64, 256)),
         *(Decode(f"B{B}x4", 32, (4,) * B) for B in (1, 16, 64, 256)),
+        *(Train(f"train-H{H}", H, (8192,)) for H in (96, 64, 32, 16)),
+        *(Train(f"train-H{H}-T32768", H, (32768,)) for H in (96, 64, 32, 16)),
+        Train("train-H32-mixed", 32, MIXED),
     )
 }
+TRAINING = tuple(id for id, case in CASES.items() if isinstance(case, Train))
+"""These run where they are asked for: a backend that computes gradients by torch's formulas takes minutes for them."""
 HOST_CASE = "T64"
 """The case whose host time is taken: short, so that the device never makes the host wait."""
-PEER_CASES = ("H96", "H32", HOST_CASE, *(id for id, case in CASES.items() if isinstance(case, Decode)))
+PEER_CASES = (
+    "H96", "H32", HOST_CASE, *(id for id, case in CASES.items() if isinstance(case, Decode)), "train-H96", "train-H32",
+)  # fmt: skip
 """Where peers run unless cases are named: two head counts, as FLA tunes itself for minutes at each new one."""

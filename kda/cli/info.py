@@ -14,6 +14,7 @@ from rich.console import Console
 import kda
 from kda import backends
 from kda.backends import environment
+from kda.backends.call import OPS
 from kda.cli.console import open_console, show_facts
 
 _DISTRIBUTIONS = ("tilelang", "pypto", "torch_npu", "flash-linear-attention")
@@ -25,7 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report and return 0."""
-    console = open_console()
+    show(open_console())
+    return 0
+
+
+def show(console: Console) -> None:
+    """Print the report."""
     status, here = backends.status(), devices()
     types = dict.fromkeys(name.partition(":")[0] for name, _ in here)
     _section(console, "Versions", versions())
@@ -34,19 +40,22 @@ def run(args: argparse.Namespace) -> int:
     _section(console, "Environment variables", variables)
     _section(console, "Backends", [(name, *_usable(reasons)) for name, reasons in status.items()])
     _section(console, "What they keep on disk", caches())
+    _section(console, "Who computes their gradients", [(name, *gradients(name)) for name in status])
     _section(console, "About them", [(name, backends.load(name).about) for name in status])
     _section(console, "backend=auto takes", [(auto_choice(t, status), f"for tensors on {t}") for t in types])
-    return 0
 
 
 def versions() -> list[tuple[str, str]]:
-    """(name, version) of Python, kda, torch and what backends and comparisons use; nothing is imported for it."""
+    """(name, version) of Python, kda, torch and what backends and comparisons use; no framework is imported for it."""
     found = [("python", platform.python_version()), ("kda", kda.__version__), ("torch", torch.__version__)]
     for name in _DISTRIBUTIONS:
         try:
             found.append((name, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
             found.append((name, "not installed"))
+    for name in backends.names():
+        if (others := getattr(backends.load(name), "versions", None)) is not None:
+            found += others()
     return found
 
 
@@ -58,6 +67,15 @@ def caches() -> list[tuple[str, str, str]]:
             kept = measure()
             found.append((name, f"{kept.files} files, {kept.size / 2**20:.1f} MiB", f"{kept.folder} ({kept.variable})"))
     return found
+
+
+def gradients(backend: str) -> list[str]:
+    """Who computes the gradient of each operator of a backend."""
+    loaded = backends.load(backend)
+    if loaded.differentiable:
+        return ["autograd, from its operations"]
+    own = {op: hasattr(loaded, f"{op}_backward") for op in OPS}
+    return [f"{op}: " + ("a backward pass of its own" if own[op] else "the backend torch, anew") for op in OPS]
 
 
 def devices() -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kda
 from kda.bench import command
-from kda.bench.cases import CASES
+from kda.bench.cases import CASES, TRAINING, Case
 from kda.bench.measure import Ceilings, Measurement
 from kda.cli import main
 
@@ -101,6 +101,71 @@ def test_the_table_shows_each_figure(capsys: pytest.CaptureFixture[str]) -> None
     assert row[6:9] == [f"{flops / 7e11:.1%}", "0.040", "0.007"]
     assert row[9:] == ["1021", f"{flops / 1e9:.4g}", "1020.8", f"{flops / 1e9:.2f}"]
     assert dataclasses.replace(measured, seconds=None).flops_per_second is None
+
+
+def test_a_message_is_shown_whole(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"word{i}" for i in range(40)]
+
+    def failing(**arguments: object) -> None:
+        raise RuntimeError("the first line\n" + " ".join(words))
+
+    monkeypatch.setattr(kda, "chunk_kda", failing)
+    monkeypatch.setenv("COLUMNS", "80")
+    code, _ = bench("T64", "train-H16")
+    out = capsys.readouterr().out
+    assert code == 1
+    for id in ("T64", "train-H16"):
+        message = out[out.index(f"{id}, kda: RuntimeError: the first line\n") :].splitlines()[1:]
+        assert " ".join(message).split()[:40] == words and max(map(len, message[:3])) <= 80
+
+
+def test_training_is_measured_forward_and_backward(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    code, report = bench("train-H32", "T64")
+    out = capsys.readouterr().out
+    assert code == 0 and "peak MB: the most memory" in out
+    trained, other = report["measurements"]
+    assert (trained["case"], trained["H"], trained["lengths"]) == ("train-H32", 2, [256])
+    assert all(trained[f"{name}seconds"] > 0 for name in ("", "forward_", "backward_"))
+    assert trained["peak_bytes"] is None and other["forward_seconds"] is other["backward_seconds"] is None
+    assert trained["flops_per_second"] == pytest.approx(trained["flops"] / trained["seconds"])
+    heads = [line.split() for line in out.splitlines() if line.startswith(" case")]
+    assert len(heads) == 2 and "fwd+bwd" in heads[1] and "fwd+bwd" not in heads[0]
+
+
+def test_the_table_of_training_shows_each_figure_and_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    case = CASES["train-H96-T32768"]
+    measured = Measurement(case, "kda", 10e-3, forward_seconds=2e-3, backward_seconds=8e-3, peak_bytes=12_300_000_000)
+    best = Ceilings(4e12, 700e12)
+    command.show(Console(width=160), [measured], best)
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(f" {case.id}")]
+    assert row[:8] == [case.id, "kda", "96", "32768", "2.000", "8.000", "10.000", "12300"]
+    assert row[8:10] == [f"{case.moved_bytes / 4e10:.1%}", f"{case.flops / 7e12:.1%}"]
+    others = [Measurement(CASES["train-H32-mixed"], name, error="no kernel") for name in ("kda", "fla")]
+    command.show(Console(width=80), [measured, *others], best)
+    out = capsys.readouterr().out
+    rows = [line for line in out.splitlines() if line.startswith(" train-")]
+    assert rows[0].split() == row[:8] and [line.split()[0] for line in rows[1:]] == ["train-H32-mixed"] * 2
+    assert max(map(len, rows)) <= 80 and "a wider terminal shows" in out
+
+
+def test_training_runs_alone_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def quick(case: Case, operator: str, *_: object, **__: object) -> Measurement:
+        return Measurement(case, operator, 1.0)
+
+    monkeypatch.setattr("kda.bench.measure.measure", quick)
+    monkeypatch.setattr("kda.bench.measure.measure_training", quick)
+    file = tmp_path / "bench.json"
+    ran = {}
+    for option in ((), ("--train",)):
+        assert main(["bench", "--device", "cpu", *option, "--json", str(file)]) == 0
+        ran[option] = [m["case"] for m in json.loads(file.read_text())["measurements"]]
+    assert ran["--train",] == list(TRAINING) and set(TRAINING).isdisjoint(ran[()])
+    assert {*ran[()], *TRAINING} == set(CASES)
 
 
 def test_a_run_that_is_ended_keeps_what_it_has(

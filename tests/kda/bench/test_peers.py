@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import kda
-from kda.bench.cases import CASES, PEER_CASES
+from kda.bench.cases import CASES, PEER_CASES, TRAINING
 from kda.cli import main
 
 Bench = Callable[..., tuple[int, dict[str, Any]]]
@@ -54,7 +56,8 @@ def test_a_peer_that_cannot_be_imported(
 
     monkeypatch.setattr("kda.bench.command.importlib", types.SimpleNamespace(import_module=failing))
     code, _ = bench("T64", "--peers")
-    assert code == 0 and "cannot be used here (0 active drivers); going on without it" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert code == 0 and "cannot be used here; going on without it\nRuntimeError: 0 active drivers\nand more\n" in out
 
 
 def test_a_peer_gets_the_same_call(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,5 +92,32 @@ def test_peers_run_on_few_cases_unless_named(tmp_path: Path, monkeypatch: pytest
     file = tmp_path / "bench.json"
     assert main(["bench", "--device", "cpu", "--peers", "--json", str(file)]) == 0
     measured = json.loads(file.read_text())["measurements"]
-    assert [m["case"] for m in measured if m["operator"] == "fla"] == list(PEER_CASES)
-    assert [m["case"] for m in measured if m["operator"] == "kda"] == list(CASES)
+    assert [m["case"] for m in measured if m["operator"] == "fla"] == [id for id in PEER_CASES if id not in TRAINING]
+    assert [m["case"] for m in measured if m["operator"] == "kda"] == [id for id in CASES if id not in TRAINING]
+
+
+def test_a_peer_trains_beside_us(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given step sizes, and their logits get a gradient through the sigmoid."""
+    calls = install_peer(monkeypatch)
+
+    def theirs(**arguments: Any) -> tuple[Tensor, None]:
+        calls.append(arguments)
+        assert torch.is_grad_enabled() and all(arguments[name].requires_grad for name in ("q", "beta", "A_log"))
+        used = [arguments[name].float().sum() for name in ("q", "k", "g", "beta", "A_log", "dt_bias")]
+        return arguments["v"] * sum(used), None
+
+    sys.modules["fla.ops.kda"].chunk_kda = theirs
+    code, report = bench("train-H32-mixed", "--peers")
+    ours, fla = report["measurements"]
+    assert code == 0 and (ours["operator"], fla["operator"]) == ("kda", "fla") and not fla["error"]
+    assert all(fla[f"{name}seconds"] > 0 for name in ("", "forward_", "backward_"))
+    call = calls[-1]
+    assert call["safe_gate"] is True and call["lower_bound"] == -5.0 and call["cu_seqlens"].dtype == torch.int64
+    assert call["use_qk_l2norm_in_kernel"] and call["use_gate_in_kernel"] and "use_beta_sigmoid_in_kernel" not in call
+    assert ((call["beta"] > 0) & (call["beta"] < 1)).all() and call["initial_state"] is None
+
+
+def test_a_peer_that_cannot_train_costs_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_peer(monkeypatch, RuntimeError("no kernel"))
+    code, report = bench("train-H16", "--peers")
+    assert code == 0 and [m["error"] for m in report["measurements"]] == ["", "RuntimeError: no kernel"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_backends import FakeBackend
+from fake_backends import FakeBackend, WithoutBackward
 
 from kda import backends
 from kda.backends.disk import Cache
@@ -47,3 +47,17 @@ def test_info_tells_what_a_backend_keeps_on_disk(register, tmp_path: Path) -> No
     assert "fake" not in [name for name, *_ in info.caches()]
     fake.cache = lambda: Cache(tmp_path, "FAKE_CACHE", 3, 5 * 2**20)
     assert ("fake", "3 files, 5.0 MiB", f"{tmp_path} (FAKE_CACHE)") in info.caches()
+
+
+def test_info_tells_who_computes_gradients(
+    register, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # each backend on a line
+    fake = register("fake", WithoutBackward())
+    assert info.gradients("fake") == [f"{op}: the backend torch, anew" for op in ("chunk_kda", "fused_recurrent_kda")]
+    fake.fused_recurrent_kda_backward = lambda *_: {}
+    assert info.gradients("fake")[1] == "fused_recurrent_kda: a backward pass of its own"
+    assert main(["info"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "tilelang chunk_kda: a backward pass of its own fused_recurrent_kda: the backend torch, anew" in lines
+    assert "torch autograd, from its operations" in lines
