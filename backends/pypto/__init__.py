@@ -10,6 +10,7 @@ import functools
 import importlib
 import math
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +20,11 @@ from kda.backends.call import KdaCall
 from kda.backends.environment import emulating
 
 from .calculator import cache
-from .detect import import_failure, missing_interpreter, missing_npu, missing_pypto
+from .detect import cann, import_failure, missing_interpreter, missing_npu, missing_pypto
 
 __all__ = [
-    "about", "cache", "chunk_kda", "differentiable", "fused_recurrent_kda", "refuses", "stages", "takes", "unusable"
+    "about", "cache", "chunk_kda", "differentiable", "fused_recurrent_kda", "model", "refuses", "stages", "takes",
+    "unusable", "versions",
 ]  # fmt: skip
 
 about = (
@@ -86,6 +88,16 @@ def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
 def stages(call: KdaCall) -> dict[str, Tensor]:
     """The tensors of M1 to M4, named and laid out as the golden's, 128 tokens a chunk."""
     return _host("chunk").stages(call)
+
+
+def model(call: KdaCall) -> Any:
+    """The call in PyPTO's cost model: a `cost_model.Model`. Raises RuntimeError where PyPTO fails."""
+    return _host("cost_model").model(call)
+
+
+def versions() -> list[tuple[str, str]]:
+    """What the kernels run on beside PyPTO, with its version."""
+    return [("cann", cann() or "not set up")]
 
 
 @functools.cache

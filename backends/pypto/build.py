@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pypto
 import torch
@@ -13,14 +14,20 @@ from . import interpret
 from .config import Config
 from .program import tracing
 
-NPU_OPTIONS = {
-    "runtime_options": {"run_mode": pypto.RunMode.NPU, "stitch_function_max_num": 256},
-    "pass_options": {"cube_nbuffer_setting": {-1: 8}, "vec_nbuffer_setting": {-1: 8}},
-}
-"""JIT options: how many iterations of the loops are in work at once, and how many alike tasks are merged into one.
 
-There was no NPU to time them on. By PyPTO's cost model 16 heads of 384 tokens need 0.79 million cycles with them, 2.06
-million without; larger numbers gain nothing there."""
+def npu_options(config: Config) -> dict[str, dict[str, Any]]:
+    """JIT options: how many iterations of the loops are in work at once, and how many alike tasks are merged into one.
+
+    There was no NPU to time them on: they were chosen by PyPTO's cost model. Key -2 stands for tasks of the vector
+    units with several inputs or outputs, -1 for all others.
+    """
+    merging = {"cube_nbuffer_setting": {-1: 8}, "vec_nbuffer_setting": {-1: 8}}
+    if config.merged:
+        merging |= {"vec_nbuffer_setting": {-2: 1, -1: 16}, "cube_l1_reuse_setting": {-1: 32}}
+    return {
+        "runtime_options": {"run_mode": pypto.RunMode.NPU, "stitch_function_max_num": config.depth},
+        "pass_options": merging,
+    }
 
 
 def run(body: Callable[..., None], inputs: list[Tensor], outputs: list[Tensor], config: Config) -> None:
@@ -35,12 +42,16 @@ def run(body: Callable[..., None], inputs: list[Tensor], outputs: list[Tensor], 
         else:
             # PyPTO launches on the current device's stream.
             with torch.npu.device(device):  # type: ignore[attr-defined]  # torch_npu adds it
-                _compiled(body)(*inputs, *outputs, config)
+                _compiled(body, config)(*inputs, *outputs, config)
 
 
 @functools.cache
-def _compiled(body: Callable[..., None]) -> Callable[..., None]:
-    return pypto.frontend.jit(**NPU_OPTIONS)(body)
+def _compiled(body: Callable[..., None], config: Config) -> Callable[..., None]:
+    """PyPTO keeps the configuration of the last call on this object and launches by it, so each has one of its own.
+
+    It is asked for inside `tracing` alone, so that two threads do not build one twice.
+    """
+    return pypto.frontend.jit(**npu_options(config))(body)
 
 
 @functools.cache

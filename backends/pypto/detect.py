@@ -1,7 +1,9 @@
 """Whether this machine has what the kernels need: PyPTO and an NPU, or what PyPTO's interpreter needs on a CPU.
 
-Looked up once, in the order from cheap to dear. Nothing here raises, and torch_npu is not imported before a device
-node is seen: without CANN its import fails and would take torch's with it. PyPTO is imported by `import_failure` alone.
+PyPTO and CANN come in pairs: PyPTO 0.2 belongs to CANN 9.0, and later CANN brings a PyPTO of its own, which Python
+finds first. Looked up once, in the order from cheap to dear. Nothing here raises, and torch_npu is not imported before
+a device node is seen: without CANN its import fails and would take torch's with it. PyPTO is imported by
+`import_failure` alone.
 """
 
 from __future__ import annotations
@@ -11,8 +13,13 @@ import glob
 import importlib
 import importlib.util
 import logging
+import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PYPTO, CANN = "0.2", "9.0"
+"""The releases that the kernels were written for; with others nothing was tried, not even the interpreter."""
 
 _failed_import: str | None = None
 
@@ -25,14 +32,35 @@ def missing_pypto() -> str | None:
 @functools.cache
 def _missing_distribution() -> str | None:
     try:
-        version("pypto")
+        found = version("pypto")
     except PackageNotFoundError:  # a folder of that name on the path is not PyPTO
         return "pypto is not installed (the extra `pypto`; wheels exist for Linux and Python 3.9 to 3.12)"
     spec = importlib.util.find_spec("pypto")
     if spec is None or spec.origin is None:
         where = "nowhere" if spec is None else f"as a folder, {list(spec.submodule_search_locations or ())}"
         return f"pypto is installed, but Python finds it {where}"
+    if not _is(found, PYPTO):
+        return f"the kernels, and the way to PyPTO's interpreter, are for PyPTO {PYPTO} with CANN {CANN}, got {_pair()}"
     return None
+
+
+def cann() -> str | None:
+    """The release of the CANN toolkit whose environment is set up, if any; `unknown` if it does not tell its own."""
+    if not (home := os.environ.get("ASCEND_HOME_PATH")):
+        return None
+    for file in sorted(Path(home).glob("*-linux/ascend_toolkit_install.info")):
+        for line in file.read_text(errors="replace").splitlines():
+            if line.startswith("version="):
+                return line.removeprefix("version=").strip()
+    return "unknown"
+
+
+def _pair() -> str:
+    return f"PyPTO {version('pypto')} with {f'CANN {found}' if (found := cann()) else 'no CANN'}"
+
+
+def _is(release: str, wanted: str) -> bool:
+    return f"{release}.".startswith(f"{wanted}.")
 
 
 def import_failure() -> str | None:
@@ -61,6 +89,10 @@ def missing_npu() -> str | None:
         return "there is no NPU: no /dev/davinci* (KDA_EMULATE=1 runs the kernels on CPU tensors, slowly)"
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed (the extra `npu`)"
+    if (release := cann()) is None:
+        return "CANN is not set up: ASCEND_HOME_PATH is not set (source CANN's set_env.sh first)"
+    if release != "unknown" and not _is(release, CANN):
+        return f"the kernels are for PyPTO {PYPTO} with CANN {CANN}, got CANN {release}"
     try:
         import torch
         import torch_npu  # noqa: F401

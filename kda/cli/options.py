@@ -94,7 +94,7 @@ def usable_backend(args: argparse.Namespace, on: torch.device) -> str:
 
 def check_files(args: argparse.Namespace) -> None:
     """Can the files asked for be written?"""
-    for name, file in (("--json", args.json), ("--plot", args.plot)):
+    for name, file in (("--json", args.json), ("--plot", args.plot), ("--report", getattr(args, "report", None))):
         if file is None:
             continue
         if not file.parent.is_dir():

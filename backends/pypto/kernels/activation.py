@@ -68,8 +68,11 @@ def step_size(beta: pypto.Tensor, config: Config) -> pypto.Tensor:
 
 
 def _sigmoid(x: pypto.Tensor) -> pypto.Tensor:
-    """By hand: PyPTO's own divides by a full tile, whatever rows of x are valid."""
-    return pypto.reciprocal(pypto.exp(x * -1.0) + 1.0)
+    """exp(min(x, 0)) / (1 + exp(-|x|)), by hand: PyPTO's own divides by a full tile, whatever rows of x are valid.
+
+    A true division, because A2 and A3 compute reciprocals to less than 1e-4 alone; and nothing overflows.
+    """
+    return pypto.exp(pypto.minimum(x, 0.0)) / (pypto.exp(pypto.abs(x) * -1.0) + 1.0)
 
 
 def _softplus(x: pypto.Tensor) -> pypto.Tensor:

@@ -13,18 +13,19 @@ q (scaled), k `[CHUNK, K]`, beta `[CHUNK, 1]`; decays `[(levels + 2) * CHUNK, K]
 
 import pypto
 
-from .constants import CHUNK, HALVES, IDENTITY
+from .constants import HALVES, IDENTITY
 from .tiles import block
 
 
 def scores(q: pypto.Tensor, k: pypto.Tensor, beta: pypto.Tensor, decays: pypto.Tensor, masks: pypto.Tensor
            ) -> tuple[pypto.Tensor, pypto.Tensor]:  # fmt: skip
     """Akk, strictly lower, and Aqk, lower, `[CHUNK, CHUNK]`."""
-    Akk = pypto.full([CHUNK, CHUNK], 0.0, pypto.DT_FP32)
+    Akk = None
     Aqk = pypto.matmul(q, k, pypto.DT_FP32, b_trans=True) * block(masks, IDENTITY)
     for level in range(len(HALVES)):
         decay, mask = block(decays, level), block(masks, level)
         k_decayed = k * decay
-        Akk = Akk + pypto.matmul(k_decayed, k_decayed, pypto.DT_FP32, b_trans=True) * mask
+        at_level = pypto.matmul(k_decayed, k_decayed, pypto.DT_FP32, b_trans=True) * mask
+        Akk = at_level if Akk is None else Akk + at_level
         Aqk = Aqk + pypto.matmul(q * decay, k_decayed, pypto.DT_FP32, b_trans=True) * mask
     return Akk * beta, Aqk

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
+import fake_npu
 import pytest
 
 from kda.backends.pypto import detect
@@ -20,3 +22,11 @@ def undetected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for look_up in found:
         look_up.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def fake_npu_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes that are started can call `fake_npu.install`."""
+    os.environ[fake_npu.LIBRARY] = str(fake_npu.library(tmp_path_factory.mktemp("fake_npu")))
+    yield
+    del os.environ[fake_npu.LIBRARY]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,16 @@ NPU = "no /dev/davinci*"
 pytestmark = pytest.mark.usefixtures("undetected")
 
 
+@pytest.fixture
+def cann(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """CANN 9.0.0 is set up; the file in which it says so."""
+    file = tmp_path / "aarch64-linux" / "ascend_toolkit_install.info"
+    file.parent.mkdir()
+    file.write_text("package_name=Ascend-cann-toolkit\nversion=9.0.0\ninnerversion=V100\n")
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    return file
+
+
 def test_without_a_device_node_torch_npu_is_not_even_looked_for(monkeypatch):
     monkeypatch.setattr(detect.glob, "glob", lambda pattern: [])
     monkeypatch.setattr(detect.importlib.util, "find_spec", lambda name: pytest.fail(name))
@@ -34,8 +45,41 @@ def test_a_device_without_torch_npu(monkeypatch):
     assert detect.missing_npu() == "torch_npu is not installed (the extra `npu`)"
 
 
+def test_cann_is_set_up_and_fits(monkeypatch, cann):
+    monkeypatch.setattr(detect.glob, "glob", lambda pattern: ["/dev/davinci0"])
+    monkeypatch.setattr(detect.importlib.util, "find_spec", lambda name: SimpleNamespace(origin="__init__.py"))
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace())
+    monkeypatch.setattr(torch, "npu", SimpleNamespace(is_available=lambda: True), raising=False)
+    for text, reason in (
+        ("version=9.0.0", None), ("version=9.0.1.beta2", None), ("", None),
+        ("version=9.1.0", "the kernels are for PyPTO 0.2 with CANN 9.0, got CANN 9.1.0"),
+        ("version=8.5.0", "the kernels are for PyPTO 0.2 with CANN 9.0, got CANN 8.5.0"),
+        ("version=9.05.0", "the kernels are for PyPTO 0.2 with CANN 9.0, got CANN 9.05.0"),
+    ):  # fmt: skip
+        cann.write_text(f"package_name=toolkit\n{text}\n")
+        detect.missing_npu.cache_clear()
+        assert detect.missing_npu() == reason
+        assert backends.load("pypto").versions() == [("cann", text.removeprefix("version=") or "unknown")]
+    monkeypatch.delenv("ASCEND_HOME_PATH")
+    detect.missing_npu.cache_clear()
+    assert detect.missing_npu() == "CANN is not set up: ASCEND_HOME_PATH is not set (source CANN's set_env.sh first)"
+    assert backends.load("pypto").versions() == [("cann", "not set up")]
+
+
+@pytest.mark.parametrize("emulate", ["0", "1"])
+def test_another_pypto_is_refused_with_what_was_found(monkeypatch, cann, emulate):
+    monkeypatch.setenv("KDA_EMULATE", emulate)
+    monkeypatch.setattr(detect.importlib.util, "find_spec", lambda name: SimpleNamespace(origin="__init__.py"))
+    monkeypatch.setattr(detect, "version", lambda name: "9.1.0")
+    cann.write_text("version=9.1.0\n")
+    assert backends.unusable("pypto")[0] == (
+        "the kernels, and the way to PyPTO's interpreter, are for PyPTO 0.2 with CANN 9.0, got PyPTO 9.1.0 with CANN "
+        "9.1.0"
+    )
+
+
 @pytest.mark.parametrize("error", [ImportError("libhccl.so"), OSError("libascendcl.so"), SystemExit(1)])
-def test_a_broken_torch_npu_is_a_reason_and_no_exception(monkeypatch, error):
+def test_a_broken_torch_npu_is_a_reason_and_no_exception(monkeypatch, cann, error):
     def failing(name: str, *args: object) -> object:
         if name == "torch_npu":
             raise error
@@ -49,7 +93,7 @@ def test_a_broken_torch_npu_is_a_reason_and_no_exception(monkeypatch, error):
 
 
 @pytest.mark.parametrize("available", [True, False])
-def test_torch_npu_has_the_last_word(monkeypatch, available):
+def test_torch_npu_has_the_last_word(monkeypatch, cann, available):
     monkeypatch.setattr(detect.glob, "glob", lambda pattern: ["/dev/davinci0"])
     monkeypatch.setattr(detect.importlib.util, "find_spec", lambda name: SimpleNamespace(origin="__init__.py"))
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace())

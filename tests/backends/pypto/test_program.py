@@ -61,7 +61,7 @@ def fail_while_compiled() -> None:
     from kda.backends.pypto.program import tracing
 
     def run(body: object, tensors: list[Tensor], outputs: list[Tensor], config: object) -> None:
-        options = build.NPU_OPTIONS | {"runtime_options": {"run_mode": pypto.RunMode.SIM}}
+        options = build.npu_options(config) | {"runtime_options": {"run_mode": pypto.RunMode.SIM}}
         with tracing("chunk_kda"):
             pypto.frontend.jit(**options)(body)(*tensors, *outputs, config)
 
