@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +26,7 @@ SHARED_MEMORY = 232448
 """Bytes that a block on a Hopper GPU can have. nvcc does not hold a kernel to them, since most are asked for when it is
 launched: one that asks for more compiles, and fails on a GPU."""
 
-SPILLS = {"prepare, backward": 192}
+SPILLS = {"prepare, backward": 256}
 """Bytes that a kernel may spill, by how its name begins. Of this one a block has 512 threads of at most 128 registers,
 and a thread holds the decays of two blocks of rows all the time: what is spilled is read again once a phase."""
 
@@ -93,22 +91,32 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_compiles_without_spills_and_fits(name: str, tmp_path: Path) -> None:
+def test_compiles_without_spills_and_fits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     builder, parameters = KERNELS[name]
+    kernel, report = compiled_aloud(builder(**parameters), monkeypatch)
+    spilled = [int(x) for x in re.findall(r"(\d+) bytes spill", report)]
+    assert spilled and max(spilled) <= next((x for kind, x in SPILLS.items() if name.startswith(kind)), 0), spilled
+    assert "warpgroup.wait is injected" not in report  # products meant to run on by themselves do
+    static = sum(int(x) for x in re.findall(r"(\d+) bytes smem", report))
+    assert 0 < static + dynamic_shared_memory(kernel) <= SHARED_MEMORY
+
+
+def compiled_aloud(traced: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
+    """The kernel, compiled anew, and what nvcc says of it."""
     from tilelang.contrib import nvcc
 
-    kernel = compile_kernel(builder(**parameters), HOPPER)
-    source = tmp_path / "kernel.cu"
-    source.write_text(kernel.get_kernel_source())
-    options = [*nvcc.default_compile_options(), "--use_fast_math", "-O3", "-w", "-Xptxas", "-v"]
-    command = ["nvcc", "--cubin", f"-arch={HOPPER}", *options, "-o", str(tmp_path / "kernel.cubin"), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    spilled = [int(x) for x in re.findall(r"(\d+) bytes spill", done.stderr)]
-    assert spilled and max(spilled) <= next((x for kind, x in SPILLS.items() if name.startswith(kind)), 0), spilled
-    assert "warpgroup.wait is injected" not in done.stderr  # products meant to run on by themselves do
-    static = sum(int(x) for x in re.findall(r"(\d+) bytes smem", done.stderr))
-    assert 0 < static + dynamic_shared_memory(kernel) <= SHARED_MEMORY
+    said: list[str] = []
+    compile_cuda = nvcc.compile_cuda
+
+    def aloud(code: str, *arguments: Any, options: list[str], **_: Any) -> bytearray:
+        return compile_cuda(code, *arguments, options=[*options, "-w", "-Xptxas", "-v"], verbose=True)
+
+    monkeypatch.setenv("TILELANG_DISABLE_CACHE", "1")
+    monkeypatch.setattr("tilelang.cache.cuda_binary_cache.CUDABinaryCache.load", lambda *_: None)
+    monkeypatch.setattr(nvcc, "compile_cuda", aloud)
+    monkeypatch.setattr(nvcc.logger, "info", lambda text, *values: said.append(text % values))
+    kernel = compile_kernel(traced, HOPPER)
+    return kernel, "\n".join(said)
 
 
 def dynamic_shared_memory(kernel: Any) -> int:
