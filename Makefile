@@ -44,7 +44,7 @@ demo: $(VENV)/.base
 
 # Two processes share the test files. All tests of one file run in one of them, which compiles a kernel only once.
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
