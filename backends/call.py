@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -82,6 +83,15 @@ class KdaCall:
         return (self.HV, self.V, self.K) if self.state_v_first else (self.HV, self.K, self.V)
 
     @property
+    def recorded(self) -> bool:
+        """Does autograd want to differentiate this call?"""
+        if torch.is_grad_enabled():
+            for x in _differentiable(self):
+                if x is not None and x.requires_grad:
+                    return True
+        return False
+
+    @property
     def state_per_token(self) -> bool:
         """Whether the state after every token has a slot or a row of its own, not only each sequence's last one."""
         return self.ssm_state_indices is not None and self.ssm_state_indices.dim() == 2
@@ -121,4 +131,5 @@ PER_TOKEN = tuple(argument.name for argument in ARGUMENTS["chunk_kda"] if not ar
 """The tensors with a row for every token: q, k, v, g and beta."""
 
 DIFFERENTIABLE = tuple(argument.name for argument in ARGUMENTS["chunk_kda"] if argument.differentiable)
+_differentiable = attrgetter(*DIFFERENTIABLE)
 """The tensors of a call that may require grad."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -71,18 +70,6 @@ def _keeping(backend: str, call: KdaCall) -> tuple[Tensor, Tensor | None, tuple[
     if keeping is not None and call.B * call.T:
         return keeping(call)
     return *backends.run(backend, call), ()
-
-
-_differentiable = attrgetter(*DIFFERENTIABLE)
-
-
-def records(call: KdaCall) -> bool:
-    """Does autograd want to differentiate this call?"""
-    if torch.is_grad_enabled():
-        for x in _differentiable(call):
-            if x is not None and x.requires_grad:
-                return True
-    return False
 
 
 def gradients(

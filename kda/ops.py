@@ -149,7 +149,7 @@ def _run(op: Op, values: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     if torch._C._are_functorch_transforms_active() and not differentiable:
         raise NotImplementedError(f"backend {chosen!r} cannot take this {op} call: the transforms of torch.func go "
                                   "through the backend torch alone")  # fmt: skip
-    if not differentiable and library.records(call):
+    if not differentiable and call.recorded:
         o, states = library.Recorded.apply(call, chosen, *(getattr(call, name) for name in DIFFERENTIABLE))
     else:
         o, states = backends.run(chosen, call)

@@ -24,10 +24,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from kda.backends import environment
-from kda.backends.call import DIFFERENTIABLE, KdaCall
+from kda.backends.call import KdaCall
 
 from . import backward, chunk, recurrent
 from .build import Spec, build, collecting
+from .host import differentiated_in_bf16
 from .kept import make_writable
 
 _SERVE = f"from {__name__} import serve; serve()"
@@ -50,7 +51,7 @@ def wanted(call: KdaCall) -> list[Spec]:
         return []
     call = replace(call, memo={})  # one that is thrown away: it would remember kernels that do nothing
     with collecting() as specs:
-        if call.op == "chunk_kda" and _is_recorded(call):
+        if call.op == "chunk_kda" and call.recorded:
             _make_launches(call)
         elif call.op == "chunk_kda":
             chunk.make_launch(call)
@@ -90,16 +91,11 @@ def serve() -> None:
         print(json.dumps(reason), file=answers, flush=True)
 
 
-def _is_recorded(call: KdaCall) -> bool:
-    tensors = (getattr(call, name) for name in DIFFERENTIABLE)
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
 def _make_launches(call: KdaCall) -> None:
     """Of the call and its gradients. autograd hands out a gradient of every output; which are wanted is known."""
-    low = call.q.dtype == torch.float16
+    low = differentiated_in_bf16(call)
     chunk.make_launch(call, with_ainv=environment.keeping_table() and not low)
-    if low:  # as chunk_kda_backward has it; of q, only shape, dtype and device count
+    if low:  # of q, only shape, dtype and device count
         call = replace(call, q=call.q.new_empty((), dtype=torch.bfloat16).expand(call.q.shape))
     initial = call.initial_state is not None and call.initial_state.requires_grad
     backward.make_launch(call, has_d_final_state=call.output_final_state, has_d_initial_state=initial)

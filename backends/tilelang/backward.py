@@ -21,7 +21,7 @@ from kda.golden.constants import CHUNK_SIZE
 
 from .build import Kernel, build, processors, target_for
 from .chunk import CHUNK_DELTA_H, snapshots
-from .host import aligned, dtypes, gate
+from .host import aligned, differentiated_in_bf16, dtypes, gate
 from .tables import KERNELS, Prepare, Tables, block_V, make_prepare, over_sequences, raw, run_prepare
 
 
@@ -43,7 +43,7 @@ def chunk_kda_backward(
     `kept` is what `chunk_kda_keeping` has handed out for this call, if that computed it.
     """
     original = call
-    if call.q.dtype == torch.float16:  # which cannot hold gradients that carry a loss scale
+    if differentiated_in_bf16(call):
         low = {name: getattr(call, name).bfloat16() for name in ("q", "k", "v")}
         call = replace(call, **low, memo=call.memo)
     states = {"has_d_final_state": d_final_state is not None, "has_d_initial_state": "initial_state" in wanted}

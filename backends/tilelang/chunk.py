@@ -16,7 +16,7 @@ from kda.golden.constants import CHUNK_SIZE
 
 from .build import Kernel
 from .chunk_table import parts
-from .host import aligned
+from .host import aligned, differentiated_in_bf16
 from .tables import Prepare, Tables, make_prepare, over_sequences, run_prepare
 
 CHUNK_DELTA_H = "chunk_delta_h.chunk_delta_h"
@@ -40,7 +40,7 @@ def chunk_kda_keeping(call: KdaCall) -> tuple[Tensor, Tensor | None, tuple[Tenso
 
     Nothing of an fp16 call: its gradients are computed in bf16, and so are their tables.
     """
-    keeps = call.q.dtype != torch.float16
+    keeps = not differentiated_in_bf16(call)
     o, state, t = _run(call, with_ainv=keeps)
     return o, state, (t.table, t.decay) if keeps else ()
 

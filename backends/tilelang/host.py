@@ -19,6 +19,11 @@ def dtypes(call: KdaCall) -> dict[str, torch.dtype]:
     return {"dtype": call.q.dtype, "g_dtype": call.g.dtype, "beta_dtype": call.beta.dtype}
 
 
+def differentiated_in_bf16(call: KdaCall) -> bool:
+    """Whether the backward pass of chunk_kda takes q, k and v in bf16: fp16 can't hold gradients with a loss scale."""
+    return call.q.dtype == torch.float16
+
+
 def activation(call: KdaCall) -> dict[str, bool]:
     """What M1 does, as a kernel's builder takes it."""
     return {

@@ -26,8 +26,8 @@ from kda.golden.constants import CHUNK_SIZE as C
 
 from ..activation import rate
 from ..plan import chunk
+from ..prefetch import PRELUDE, PROCESSORS, prefetch_rows, prefetch_tile
 from .activation import decays, load_gates, row_factors, store_rows, through_gate, through_norm, through_step
-from .prefetch import PRELUDE, PROCESSORS, prefetch_rows, prefetch_tile
 from .scores import (
     BLOCKS,
     HALF,

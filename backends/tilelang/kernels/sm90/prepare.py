@@ -27,6 +27,7 @@ from kda.golden.constants import SUB_BLOCK as SUB
 
 from ...chunk_table import columns
 from ..plan import chunk
+from ..prefetch import LINE, PRELUDE, PROCESSORS, itemsize
 from ..rows import LARGEST
 from ..scores import HALF
 from .activation import LOG2E, gate_bias, gate_factor, log2_decay, sigmoid, widen
@@ -42,7 +43,7 @@ F16_MAX = 65504.0
 MILD = 3.0
 """log2 of what 16 tokens may decay by for operands of fp16, which has fewer exponents than bf16 and more bits."""
 
-RESIDENT = 3 * 132
+RESIDENT = 3 * PROCESSORS
 """Blocks that an H100 or H200 runs at a time: so far ahead lies the block that will follow on this multiprocessor."""
 
 _PASS_CONFIGS = {
@@ -52,12 +53,6 @@ _PASS_CONFIGS = {
     PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
     PassConfigKey.TL_DISABLE_BUFFER_INIT_CHECK: True,  # it takes a select's unused arm for a read
 }
-
-_PREFETCH = """
-static __device__ __forceinline__ void prefetch_l2(const void* line) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(line) : "memory");
-}
-"""
 
 
 def prepare(
@@ -89,7 +84,7 @@ def prepare(
     cu_seqlens_t = T.Tensor((N1,), cu_dtype) if varlen else None
     owner_t = T.Tensor((entries,), "int32") if varlen else None
     seq_len_t = None if varlen else T.int32
-    line = 128 * 8 // (32 if g_dtype == f32 else 16)  # elements of g in a cache line
+    line = LINE // itemsize(g_dtype)  # elements of g in a cache line
     pivoted_scores = make_pivoted_scores(K, dtype, bf16, use_qk_l2norm)
     mild_scores = make_pivoted_scores(K, dtype, f16, use_qk_l2norm) if dtype == f16 else None
     bisected_scores = make_bisected_scores(K, dtype, g_dtype, use_gate, use_qk_l2norm, PIVOT_RANGE)
@@ -117,7 +112,7 @@ def prepare(
         v = T.reshape(v, (B * L, HV, V))
         g = T.reshape(g, (B * L, HV, K))
         beta = T.reshape(beta, (B * L, HV))
-        with T.Kernel(entries * HV, threads=128, prelude=_PREFETCH) as block:
+        with T.Kernel(entries * HV, threads=128, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(3)
             thread = T.get_thread_binding()
             warp = thread // 32
@@ -319,7 +314,7 @@ def prepare(
                 if T.And(token < B * L, (i * 128 + thread) * line < C * K):
                     T.call_extern(
                         "handle",
-                        "prefetch_l2",
+                        "prefetch_line",
                         T.address_of(g[token, (block + RESIDENT) % HV, (i * 128 + thread) * line % K]),
                     )
 

@@ -8,7 +8,7 @@ import torch
 from kda.golden.constants import CHUNK_SIZE as C
 
 PROCESSORS = 132
-"""Of an H100 or H200, each with one block at a time: so far ahead lies the block that will follow on this one."""
+"""Of an H100 or H200. So many blocks ahead, times those that one of them runs at a time, lies the one that follows."""
 
 LINE = 128
 """Bytes of a cache line."""
@@ -28,7 +28,7 @@ def prefetch_rows(x: Any, token: Any, head: Any, group: int):
     """The chunk's rows of x [tokens, heads, D] from `token` on, a line each by the threads of one of the groups that
     are as large. Where a sequence ends before, they may be others than those that will be read."""
     thread = T.get_thread_binding()
-    width = LINE // _itemsize(x)
+    width = LINE // itemsize(x.dtype)
     lines = int(x.shape[2]) // width
     if T.And(thread // (C * lines) == group, token + thread // lines % C < x.shape[0]):
         T.call_extern(
@@ -44,9 +44,10 @@ def prefetch_tile(x: Any, entry: Any, head: Any, thread: int):
             "handle",
             "prefetch_bulk",
             T.address_of(x[entry, head, 0, 0]),
-            T.uint32(_itemsize(x) * x.shape[2] * x.shape[3]),
+            T.uint32(itemsize(x.dtype) * x.shape[2] * x.shape[3]),
         )
 
 
-def _itemsize(x: Any) -> int:
-    return getattr(torch, str(x.dtype)).itemsize
+def itemsize(dtype: Any) -> int:
+    """Bytes of an element, of a dtype or its name."""
+    return getattr(torch, str(dtype)).itemsize
