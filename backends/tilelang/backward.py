@@ -22,7 +22,7 @@ from kda.golden.constants import CHUNK_SIZE
 from .build import Kernel, build, processors, target_for
 from .chunk import CHUNK_DELTA_H, snapshots
 from .host import aligned, differentiated_in_bf16, dtypes, gate
-from .tables import KERNELS, Prepare, Tables, block_V, make_prepare, over_sequences, raw, run_prepare
+from .tables import KERNELS, Prepare, block_V, make_prepare, over_sequences, raw, run_prepare
 
 
 class Launch(NamedTuple):
@@ -52,8 +52,7 @@ def chunk_kda_backward(
         launch = call.memo[key] = make_launch(call, **states)
     with torch.cuda.device_of(call.q):
         found = _run(call, launch, d_o, d_final_state, "initial_state" in wanted, kept)
-    like = {name: getattr(original, name) for name in wanted if name in found}
-    return {name: found[name].to(x.dtype).reshape(x.shape) for name, x in like.items()}
+    return {name: _like(found[name], getattr(original, name)) for name in wanted if name in found}
 
 
 def make_launch(call: KdaCall, **states: bool) -> Launch:
@@ -86,18 +85,22 @@ def _run(
     d_o = torch.zeros_like(dv) if d_o is None else aligned(d_o.view(dv.shape), types.dtype)
 
     t = run_prepare(call, launch.prepare, dv, dq, dk, dg, dbeta, kept=kept)
-    carried = functools.partial(_carry, call, t, launch.carry, d_o, d_final_state, initial)
-    if launch.side_by_side:
+    entries = t.table.shape[0]
+    dh = t.table.new_empty(entries, call.HV, call.V, call.K)
+    ndb = t.table.new_empty(entries, call.HV, CHUNK_SIZE, call.V)
+    final = () if d_final_state is None else (aligned(d_final_state, torch.float32),)
+    d_initial = [new(call.N, *call.state_shape, dtype=torch.float32)] if initial else []
+    arguments = (t.table, t.decay, d_o, *final, *t.sequences, dh, ndb, *d_initial)
+    if launch.side_by_side:  # the other stream launches alone: what it writes is this one's memory
         here, side = torch.cuda.current_stream(), _side_stream(call.q.device)
         side.wait_stream(here)
         with torch.cuda.stream(side):
-            dh, ndb, d_initial_state = carried()
+            launch.carry(*arguments)
         h, v_new = snapshots(call, t, launch.chunk_delta_h)
         here.wait_stream(side)
     else:
-        dh, ndb, d_initial_state = carried()
+        launch.carry(*arguments)
         h, v_new = snapshots(call, t, launch.chunk_delta_h)
-    entries = t.table.shape[0]
     dgate = [new(entries, call.HV, 2, call.K, dtype=torch.float32)] if call.use_gate_in_kernel else []
     gradients = (dq, dk, dv, dg, dbeta, *dgate)
     launch.backward_prepare(*t.tokens, *gate(call), call.scale, *t.owners, d_o, h, dh, v_new, ndb, *gradients)
@@ -106,19 +109,7 @@ def _run(
     if dgate:
         sums = dgate[0].sum(0)
         found |= {"dt_bias": sums[:, 0], "A_log": sums[:, 1].sum(-1)}
-    return found if d_initial_state is None else found | {"initial_state": d_initial_state}
-
-
-def _carry(
-    call: KdaCall, t: Tables, carry: Kernel, d_o: Tensor, d_final_state: Tensor | None, initial: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dM4: dh (transposed) and -db of every chunk, and the gradient of the initial state, if it is wanted."""
-    dh = t.table.new_empty(t.table.shape[0], call.HV, call.V, call.K)
-    ndb = t.table.new_empty(t.table.shape[0], call.HV, CHUNK_SIZE, call.V)
-    final = () if d_final_state is None else (aligned(d_final_state, torch.float32),)
-    d_initial = [call.q.new_empty(call.N, *call.state_shape, dtype=torch.float32)] if initial else []
-    carry(t.table, t.decay, d_o, *final, *t.sequences, dh, ndb, *d_initial)
-    return dh, ndb, d_initial[0] if initial else None
+    return found | ({"initial_state": d_initial[0]} if initial else {})
 
 
 def _over_group(x: Tensor, call: KdaCall) -> Tensor:
@@ -129,3 +120,10 @@ def _over_group(x: Tensor, call: KdaCall) -> Tensor:
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+def _like(gradient: Tensor, x: Tensor) -> Tensor:
+    """The gradient in x's dtype and shape."""
+    if gradient.dtype != x.dtype:
+        gradient = gradient.to(x.dtype)
+    return gradient if gradient.shape == x.shape else gradient.reshape(x.shape)

@@ -16,8 +16,11 @@ from kda.gates.case import GRADIENTS, Inputs, Run, case, first_departing_stage
 
 LIMIT, GATE_LIMIT = 8e-3, 1e-2
 """Relative RMSE of the gradients, the latter of those of g, A_log and dt_bias. bf16 keeps 8 bits, so that rounding a
-result to it costs 1.7e-3 by itself; a kernel's operands are rounded too. fp16 keeps 11, but has the same limits: a
-backend may compute its gradients in bf16, since with a loss scale dh and db may exceed what fp16 can hold."""
+result to it costs 1.7e-3 by itself; a kernel's operands are rounded too. fp16 keeps 11, but has the same limits."""
+ROUNDED_INPUTS = 2
+"""By this all limits grow for TileLang on a GPU where q, k and v are fp16: it rounds them to bf16 first, since with a
+loss scale dh and db may exceed what fp16 can hold. That alone moves the gradients here by up to 8e-3 (A_log), and where
+keys are near-identical by up to 2.6e-2 (beta)."""
 FP32_LIMIT = 1e-5
 """The same of all gradients where q, k and v are fp32: ten times what sums over a sequence were seen to lose."""
 ALIKE_LIMIT = 3e-2
@@ -39,6 +42,7 @@ def accuracy(run: Run, inputs: Inputs, label: str = "", *, limit: float = 0.0, s
     """
     do, d_state = outer_gradients(run, inputs)
     expected = reference(inputs, do, d_state)
+    widened = ROUNDED_INPUTS if _by_tilelang_on_a_gpu(run) and run.dtype == torch.float16 else 1
     for scale in scales:  # powers of two, which only move the reference's exponents
         given = (do * scale).masked_fill(padding, math.nan) if padding is not None else do * scale
         found = run.gradients(inputs, given, None if d_state is None else d_state * scale)
@@ -46,7 +50,7 @@ def accuracy(run: Run, inputs: Inputs, label: str = "", *, limit: float = 0.0, s
         off = []
         for name in GRADIENTS:
             if name in expected:
-                allowed = max(limit, allowed_error(run.dtype, name))
+                allowed = max(limit, allowed_error(run.dtype, name)) * widened
                 actual, wanted = _felt(found[name]), _felt(expected[name] * scale)
                 if not run.close(f"{prefix} d{name}".strip(), actual, wanted, math.inf, allowed):
                     off.append(name)
@@ -78,6 +82,11 @@ def reference(inputs: Inputs, do: Tensor, d_state: Tensor | None) -> Gradients:
     if isinstance(inputs["q"], FakeTensor):
         return {}
     return golden.chunk_kda_backward_golden(do, d_state, **inputs)
+
+
+def _by_tilelang_on_a_gpu(run: Run) -> bool:
+    """There its products have 16-bit operands."""
+    return (run.backend, run.device.type) == ("tilelang", "cuda")
 
 
 def _felt(x: Tensor) -> Tensor:
@@ -145,8 +154,7 @@ def scale(run: Run) -> None:
 def alike(run: Run) -> None:
     T = run.cut(200, 70)
     inputs = golden.inputs.collinear(1, T, 2, initial_state=True, dtype=run.dtype, device=run.device)
-    on_gpu = (run.backend, run.device.type) == ("tilelang", "cuda")
-    accuracy(run, inputs, limit=ALIKE_LIMIT if on_gpu else 0.0)
+    accuracy(run, inputs, limit=ALIKE_LIMIT if _by_tilelang_on_a_gpu(run) else 0.0)
 
 
 @case("GRAD-BITS", "30 backward passes give the same bits (3 on a CPU)")

@@ -31,6 +31,8 @@ def test_gate(id: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", CALLS)
 def test_decode(name: str, dtype: torch.dtype) -> None:
+    if name == "rows whose squares are beyond fp32" and dtype == torch.float16:
+        pytest.skip("fp16 ends at 65504")
     check(name, "tilelang", 5e-3, "cuda", dtype)
 
 
