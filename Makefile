@@ -1,11 +1,12 @@
 # `make demo`, `make test`, `make check` and `make gate` install what they need into the folder $(VENV), so a machine
 # needs only make and Python 3.10 or newer. The first call takes minutes, because it installs PyTorch.
 #
-#   make demo     send a real text through a KDA layer and check the result against the golden
-#   make test     make check, then the whole test suite
-#   make check    ruff (lint and format) and mypy
-#   make gate     hold the backend of this machine to the golden over the table of gates
-#   make clean    remove the environment and what builds and checks leave behind
+#   make demo       send a real text through a KDA layer and check the result against the golden
+#   make test       make check, then the test suite
+#   make test-slow  the tests that take longer than every change can wait for
+#   make check      ruff (lint and format) and mypy
+#   make gate       hold the backend of this machine to the golden over the table of gates
+#   make clean      remove the environment and what builds and checks leave behind
 #
 # Any of them takes another Python, another PyTorch and another choice of extras:
 #
@@ -37,7 +38,7 @@ else
   WHY := this machine has no NVIDIA GPU and no Ascend NPU
 endif
 
-.PHONY: demo test check gate clean FORCE
+.PHONY: demo test test-slow check gate clean FORCE
 
 demo: $(VENV)/.base
 	$(BIN)/python -m kda demo
@@ -45,6 +46,9 @@ demo: $(VENV)/.base
 # Two processes share the test files. All tests of one file run in one of them, which compiles a kernel only once.
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist load -m slow
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .

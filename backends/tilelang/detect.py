@@ -92,4 +92,4 @@ def _missing_nvcc() -> str | None:
             return None
     except PackageNotFoundError:
         pass
-    return "there is no nvcc (install the CUDA toolkit, or `pip install tilelang[nvcc]`, or set CUDA_HOME)"
+    return "there is no nvcc (the extra `cuda` brings one; or install the CUDA toolkit, or set CUDA_HOME)"

@@ -89,8 +89,14 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
 }
 
+QUICK = {
+    "plan", "prepare, bounded gate", "carry, 128 columns", "carry, 64 columns", "chunk_delta_h, 64 columns", "chunk_o",
+    "carry, backward, 64 columns", "prepare, backward, bounded gate", "fused_recurrent",
+}  # fmt: skip
+"""Those that every change waits for: each kernel once, in the production form."""
 
-@pytest.mark.parametrize("name", KERNELS)
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in KERNELS])
 def test_compiles_without_spills_and_fits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     builder, parameters = KERNELS[name]
     kernel, report = compiled_aloud(builder(**parameters), monkeypatch)

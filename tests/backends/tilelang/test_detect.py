@@ -47,7 +47,7 @@ def tool(path: Path) -> Path:
     return path
 
 
-NO_NVCC = "there is no nvcc (install the CUDA toolkit, or `pip install tilelang[nvcc]`, or set CUDA_HOME)"
+NO_NVCC = "there is no nvcc (the extra `cuda` brings one; or install the CUDA toolkit, or set CUDA_HOME)"
 NO_CXX = "there is no C++ compiler on PATH (install g++, or set CXX)"
 
 
