@@ -6,6 +6,7 @@
 #   make test-slow  the tests that take longer than every change can wait for
 #   make check      ruff (lint and format) and mypy
 #   make gate       hold the backend of this machine to the golden over the table of gates
+#   make test-fla FLA=PATH  the KDA tests of a clone of flash-linear-attention, on our operators
 #   make clean      remove the environment and what builds and checks leave behind
 #
 # Any of them takes another Python, another PyTorch and another choice of extras:
@@ -38,7 +39,7 @@ else
   WHY := this machine has no NVIDIA GPU and no Ascend NPU
 endif
 
-.PHONY: demo test test-slow check gate clean FORCE
+.PHONY: demo test test-slow test-fla check gate clean FORCE
 
 demo: $(VENV)/.base
 	$(BIN)/python -m kda demo
@@ -58,6 +59,11 @@ check: $(VENV)/.test
 
 gate: $(VENV)/.base
 	$(BIN)/python -m kda gate
+
+# The clone's own requirements, triton and einops, have to be in $(VENV): nothing is fetched for it here.
+test-fla: $(VENV)/.test
+	$(BIN)/python tests/suites/fla.py $(FLA)
+	$(BIN)/python tests/suites/fla.py $(FLA) --dispatch
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -159,19 +159,20 @@ def run(name: str, call: KdaCall) -> tuple[Tensor, Tensor | None]:
 
 def _auto(call: KdaCall) -> str:
     name = for_device(call.q.device.type)
-    reasons = _reasons(name, call)
+    reasons = refusals(name, call)
     for reason in reasons:
         _warn_once(f"kda: {name} cannot take this {call.op} call ({reason}); using torch instead")
     return _willing("torch", call) if reasons else name
 
 
 def _willing(name: str, call: KdaCall) -> str:
-    if reasons := _reasons(name, call):
+    if reasons := refusals(name, call):
         raise NotImplementedError(f"backend {name!r} cannot take this {call.op} call: {'; '.join(reasons)}")
     return name
 
 
-def _reasons(name: str, call: KdaCall) -> list[str]:
+def refusals(name: str, call: KdaCall) -> list[str]:
+    """Every reason why backend `name` cannot take the call here; empty if it can."""
     backend = load(name)
     if unusable := backend.unusable():
         return unusable

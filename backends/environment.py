@@ -1,4 +1,7 @@
-"""The environment variables that the package reads. Each is read at every call, so a process may change it."""
+"""The environment variables that the package reads.
+
+Each is read at every call, so a process may change it; KDA_FLA alone is read when torch is imported, by `kda_autoload`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ VARIABLES = {
     "KDA_EMULATE": "1 (true, yes, on): let backend=tilelang and backend=pypto run their kernels on CPU tensors, slowly",
     "KDA_KEEP_TABLE": "1 (true, yes, on): a forward pass of tilelang keeps its chunk table for the backward pass",
     "KDA_CHECK": "1 (true, yes, on): also check argument values (cu_seqlens order, g <= 0, finite inputs)",
+    "KDA_FLA": "1 (true, yes, on), when torch is imported: join flash-linear-attention's dispatch once it is imported",
 }
 """Every variable, with what it does."""
 

@@ -21,6 +21,7 @@ import kda
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"kda": "kda", "backends": "kda/backends", "golden": "kda/golden"}
 DEPENDENCIES = ("numpy", "rich", "torch")
+MODULES = ("kda_autoload.py",)  # beside the package
 INFO = f"kda_ops-{kda.__version__}.dist-info/"
 
 CALL = """
@@ -39,14 +40,14 @@ def clone(folder: Path) -> Path:
     for name in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, target / name, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", *MODULES):
         shutil.copy(ROOT / name, target)
     return target
 
 
 def expected_files() -> set[str]:
     """Where each file of the package lies once it is installed."""
-    return {
+    return {*MODULES} | {
         f"{target}/{file.relative_to(ROOT / folder).as_posix()}"
         for folder, target in FOLDERS.items()
         for file in (ROOT / folder).rglob("*")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from kda.backends.call import KdaCall
 
+from .activation import gate
 from .chunk import chunk_kda, stages
 from .recurrent import fused_recurrent_kda
 
-__all__ = ["about", "chunk_kda", "differentiable", "fused_recurrent_kda", "refuses", "stages", "takes", "unusable"]
+__all__ = [
+    "about", "chunk_kda", "differentiable", "fused_recurrent_kda", "gate", "refuses", "stages", "takes", "unusable",
+]  # fmt: skip
 
 about = "plain PyTorch on any device, with autograd"
 differentiable = True

@@ -46,7 +46,7 @@ def activate(call: KdaCall, piece: Piece, x: Inputs) -> Activated:
     if call.HV > call.H:
         q, k = (t.repeat_interleave(call.HV // call.H, dim=2) for t in (q, k))
     if call.use_gate_in_kernel:
-        g = _gate(g, x.A_log, x.dt_bias, call.lower_bound)
+        g = gate(g, x.A_log, x.dt_bias, call.lower_bound)
     g = g.clamp(min=MIN_LOG_DECAY)
     if call.use_beta_sigmoid_in_kernel:
         # On a CPU in fp64: in fp32 the last elements of a tensor, which don't fill a vector register, have other bits
@@ -70,8 +70,11 @@ def _l2_norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
-def _gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
-    """Log decay: -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias))."""
+def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
+    """Log decay: -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias)).
+
+    g `[..., HV, rows, K]`, A_log `[HV]` or None beside a lower_bound, dt_bias `[HV, K]`.
+    """
     if dt_bias is not None:
         g = g + dt_bias.to(g.dtype).unsqueeze(-2)
     if A_log is None and lower_bound is not None:

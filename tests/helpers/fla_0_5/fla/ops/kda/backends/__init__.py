@@ -1,0 +1,3 @@
+from fla.ops.backends import BackendRegistry
+
+kda_registry = BackendRegistry("kda")
