@@ -13,11 +13,12 @@ from collections.abc import Set
 from typing import Protocol, cast
 
 # Not `import torch`: in this package that name is the backend's.
-from torch import Tensor, contiguous_format, where
+from torch import Tensor, contiguous_format
 from torch.autograd.graph import increment_version
 
 from kda.backends import environment
-from kda.backends.call import ARGUMENTS, KdaCall, state_dtype
+from kda.backends.call import ARGUMENTS, KdaCall
+from kda.backends.pool import start_states
 
 _PACKAGES = ("tilelang", "pypto", "torch")
 _FOR_DEVICE = {"cuda": "tilelang", "npu": "pypto"}
@@ -60,7 +61,7 @@ class Backend(Protocol):
         ...
 
     def chunk_kda(self, call: KdaCall) -> tuple[Tensor, Tensor | None]:
-        """Run the call; `o` in v's layout (4-D) and dtype, the final state fp32 (fp64 for fp64 inputs)."""
+        """Run the call; `o` in v's layout (4-D) and dtype, the final state in `call.final_dtype`."""
         ...
 
     def fused_recurrent_kda(self, call: KdaCall) -> tuple[Tensor, Tensor | None]:
@@ -149,9 +150,12 @@ def select(call: KdaCall, backend: str | None = None) -> str:
 def run(name: str, call: KdaCall) -> tuple[Tensor, Tensor | None]:
     """o `[B, T, HV, V]` and the states of a call that backend `name` takes."""
     if call.B * call.T == 0:
-        return call.v.new_zeros(call.v.shape), _states_without_tokens(call)
+        o = call.v.new_zeros(call.v.shape) if call.out is None else call.out.zero_()
+        return o, _states_without_tokens(call)
     backend = load(name)
     o, states = getattr(backend, call.op)(call)
+    if call.out is not None and o is not call.out:
+        o = call.out.copy_(o)
     if call.inplace_final_state and call.initial_state is not None and not backend.differentiable:
         increment_version(call.initial_state)  # autograd cannot see a kernel write
     return o, states
@@ -176,26 +180,22 @@ def refusals(name: str, call: KdaCall) -> list[str]:
     backend = load(name)
     if unusable := backend.unusable():
         return unusable
-    options = [a for a in ARGUMENTS[call.op] if a.optional and getattr(call, a.name) is not a.default]
+    options = [
+        a for a in ARGUMENTS[call.op] if a.optional and getattr(call, a.name) is not a.default and a.name != "out"
+    ]  # `run` writes to out where the backend doesn't
     ignored = [a.name for a in options if a.name not in backend.takes]
     return [f"it does not take {', '.join(ignored)}"] * bool(ignored) + backend.refuses(call)
 
 
 def _states_without_tokens(call: KdaCall) -> Tensor | None:
     """What a call returns whose sequences are all empty for lack of tokens: the states that they start from."""
-    initial = call.initial_state
     if not call.output_final_state:
         return None
     if call.inplace_final_state:
-        return initial
-    if initial is None:
-        return call.q.new_zeros(call.N, *call.state_shape, dtype=state_dtype(call.q.dtype))
+        return call.initial_state
     if call.state_per_token:
-        return initial.new_empty(0, *call.state_shape)
-    if (slots := call.ssm_state_indices) is None:
-        return initial.clone(memory_format=contiguous_format)
-    live = (slots > 0).view(-1, 1, 1, 1)
-    return where(live, initial[slots.clamp(min=0).long()], 0.0)
+        return call.q.new_empty(0, *call.state_shape, dtype=call.final_dtype)
+    return start_states(call).to(call.final_dtype, copy=True, memory_format=contiguous_format)
 
 
 def _warn_once(message: str) -> None:

@@ -25,7 +25,10 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 _GRADIENT = {"differentiable": True}
-_RECURRENT = {"operators": ("fused_recurrent_kda",)}
+_RECURRENT: dict[str, Any] = {"operators": ("fused_recurrent_kda",)}
+_CHUNK: dict[str, Any] = {"operators": ("chunk_kda",), "keyword": True}
+_KEYWORD = {"keyword": True}
+_WRITTEN = {"keyword": True, "written": True}
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -33,7 +36,8 @@ class KdaCall:
     """One checked call of `chunk_kda` or `fused_recurrent_kda`.
 
     Tensors are always batched: a TND call of rank 3 arrives here as `[1, T, ...]`. Tensors may be non-contiguous.
-    A backend treats the call as read-only, `initial_state` under `inplace_final_state` excepted.
+    A backend treats the call as read-only, but for `initial_state` under `inplace_final_state`, and for the tensors
+    that are there to be written (`out`, ...).
     """
 
     op: Op
@@ -55,10 +59,12 @@ class KdaCall:
     lower_bound: float | None = None
     cu_seqlens: Tensor | None = None  # [N + 1] int32 or int64; B is then 1
     state_v_first: bool = True
-    inplace_final_state: bool = field(default=False, metadata=_RECURRENT)
-    # [N] or [N, S] int32 or int64, slots of the pool `initial_state`
-    ssm_state_indices: Tensor | None = field(default=None, metadata=_RECURRENT)
+    inplace_final_state: bool = False
+    ssm_state_indices: Tensor | None = None  # [N] or [N, S] int32 or int64, slots of the pool `initial_state`
     num_accepted_tokens: Tensor | None = field(default=None, metadata=_RECURRENT)  # [N] int32 or int64, in 1..S
+    has_initial_state: Tensor | None = field(default=None, metadata=_CHUNK)  # [N] bool: False starts from zeros
+    null_slot: int | None = field(default=0, metadata=_KEYWORD)  # 0: slot 0 is none; None: it is one like any other
+    out: Tensor | None = field(default=None, metadata=_WRITTEN)  # [B, T, HV, V] of v's dtype: o goes there
 
     # Shared by all calls of the same shapes, dtypes, devices and options: what a backend derives from these alone.
     memo: dict[Any, Any] = field(default_factory=dict)
@@ -83,6 +89,22 @@ class KdaCall:
         return (self.HV, self.V, self.K) if self.state_v_first else (self.HV, self.K, self.V)
 
     @property
+    def final_dtype(self) -> torch.dtype:
+        """Of the states that the call returns: the initial ones'."""
+        return state_dtype(self.q.dtype) if self.initial_state is None else self.initial_state.dtype
+
+    @property
+    def dense_states(self) -> bool:
+        """Whether the initial states are a row a sequence in the dtype of computation, all read and none written."""
+        plain = self.ssm_state_indices is None and self.has_initial_state is None and not self.inplace_final_state
+        return plain and self.final_dtype == state_dtype(self.q.dtype)
+
+    @property
+    def first_slot(self) -> int:
+        """The lowest slot of a pool that holds a state."""
+        return 0 if self.null_slot is None else self.null_slot + 1
+
+    @property
     def recorded(self) -> bool:
         """Does autograd want to differentiate this call?"""
         if torch.is_grad_enabled():
@@ -102,9 +124,11 @@ class Argument:
     """A row of the table."""
 
     name: str
-    kind: str  # in the schema of a torch operator: Tensor, Tensor?, bool or float?
+    kind: str  # in the schema of a torch operator: Tensor, Tensor?, bool, float? or int?
     default: Any  # of an optional one
     differentiable: bool
+    keyword: bool  # given by name alone
+    written: bool  # a tensor that is there to be written
 
     @property
     def optional(self) -> bool:
@@ -112,13 +136,19 @@ class Argument:
         return self.default is not dataclasses.MISSING
 
 
-_KINDS = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "bool": "bool", "float": "float?", "float | None": "float?"}
+_KINDS = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "bool": "bool", "float": "float?", "float | None": "float?",
+          "int | None": "int?"}  # fmt: skip
 _NO_ARGUMENTS = ("op", "memo")
 
 
 def _table(op: Op) -> tuple[Argument, ...]:
     return tuple(
-        Argument(f.name, _KINDS[str(f.type)], f.metadata.get("default", f.default), "differentiable" in f.metadata)
+        Argument(
+            f.name,
+            _KINDS[str(f.type)],
+            f.metadata.get("default", f.default),
+            *(mark in f.metadata for mark in ("differentiable", "keyword", "written")),
+        )
         for f in dataclasses.fields(KdaCall)
         if f.init and f.name not in _NO_ARGUMENTS and op in f.metadata.get("operators", OPS)
     )
@@ -129,6 +159,9 @@ ARGUMENTS: dict[Op, tuple[Argument, ...]] = {op: _table(op) for op in OPS}
 
 PER_TOKEN = tuple(argument.name for argument in ARGUMENTS["chunk_kda"] if not argument.optional)
 """The tensors with a row for every token: q, k, v, g and beta."""
+
+WRITTEN = {op: tuple(argument.name for argument in ARGUMENTS[op] if argument.written) for op in OPS}
+"""The tensors of each operator that are there to be written."""
 
 DIFFERENTIABLE = tuple(argument.name for argument in ARGUMENTS["chunk_kda"] if argument.differentiable)
 _differentiable = attrgetter(*DIFFERENTIABLE)

@@ -34,9 +34,13 @@ class Call:
     lower_bound: float | None = None
     cu_seqlens: Tensor | None = None  # [N + 1]
     state_v_first: bool = True
+    inplace_final_state: bool = False
+    ssm_state_indices: Tensor | None = None  # [N]; in `RecurrentCall` also [N, S], one slot per drafted token
+    has_initial_state: Tensor | None = field(default=None, kw_only=True)  # [N] bool; of chunk_kda alone
+    null_slot: int | None = field(default=0, kw_only=True)
 
     starts: Tensor = field(init=False)  # [N] first token of each sequence
-    lengths: Tensor = field(init=False)  # [N] tokens of each sequence
+    lengths: Tensor = field(init=False)  # [N] tokens of each sequence; 0 for one that starts from no slot
     o_shape: torch.Size = field(init=False)  # v's shape as it came
 
     def __post_init__(self) -> None:
@@ -61,6 +65,10 @@ class Call:
             )
         if self.HV % self.H:
             raise ValueError(f"v: heads must be a multiple of q's {self.H}, got {self.HV}")
+        if self.initial_state is None and (self.ssm_state_indices is not None or self.inplace_final_state):
+            raise ValueError("initial_state: expected with ssm_state_indices or inplace_final_state, got None")
+        if (slots := self.start_slots()) is not None:
+            self.lengths = self.lengths * (slots >= 0)
 
     @property
     def H(self) -> int:
@@ -95,6 +103,44 @@ class Call:
             dt_bias=None if self.dt_bias is None else self.dt_bias.reshape(self.HV, self.K),
             lower_bound=self.lower_bound,
         )
+
+    def start_slots(self) -> Tensor | None:
+        """Pool slot that each sequence starts from `[N]`, -1 for none; None where a call has no slots."""
+        return self._slots()
+
+    def start_states(self, dtype: torch.dtype) -> Tensor:
+        """The state that each sequence starts from `[N, HV, K, V]`, a copy: zeros where it is none of the caller's."""
+        S = torch.zeros(self.N, self.HV, self.K, self.V, dtype=dtype, device=self.v.device)
+        if self.initial_state is None:
+            return S
+        slots = self.start_slots()
+        rows = torch.arange(self.N, device=S.device) if slots is None else slots
+        live = rows >= 0
+        if self.has_initial_state is not None:
+            live &= self.has_initial_state
+        S[live] = self.to_kv(self.initial_state)[rows[live]].to(dtype)
+        return S
+
+    def final_states(self, S: Tensor) -> Tensor:
+        """What the call returns of the states after each sequence's last token, `[N, HV, K, V]` both.
+
+        In place, an updated copy of the caller's tensor: sequences without tokens write nothing.
+        """
+        if not self.inplace_final_state:
+            return S
+        assert self.initial_state is not None, "the constructor sees to it"
+        pool = self.to_kv(self.initial_state).to(S.dtype).clone(memory_format=torch.contiguous_format)
+        slots, ran = self.start_slots(), self.lengths > 0
+        rows = torch.arange(self.N, device=S.device) if slots is None else slots
+        pool[rows[ran]] = S[ran]
+        return pool
+
+    def _slots(self) -> Tensor | None:
+        slots = self.ssm_state_indices
+        if slots is None or self.initial_state is None:
+            return None
+        first = 0 if self.null_slot is None else 1
+        return slots.long().where((slots >= first) & (slots < len(self.initial_state)), -1)
 
     def to_kv(self, state: Tensor) -> Tensor:
         """A state between the caller's layout and `[..., K, V]`; the map is its own inverse."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import Block, Tables, block_inputs, blocks, chunk_tables, groups, states
+from .blocks import Block, Tables, block_inputs, blocks, chunk_tables, groups
 from .call import Call
 from .constants import CHUNK_SIZE
 from .stages import AXES, stages
@@ -20,12 +20,14 @@ def chunk_kda_golden(
 ) -> tuple[Tensor, Tensor | None]:
     """Run `kda.chunk_kda`'s arguments (see `Call`) through M1-M4 in `dtype` (fp32 or fp64), any chunk size.
 
-    Returns o (v's layout) and the final state (the caller's layout, None unless asked for), both in `dtype`.
+    Returns o (v's layout) and the final state (the caller's layout, None unless asked for), both in `dtype`. No
+    argument is written: under `inplace_final_state` an updated copy of the pool comes back.
     """
     call = Call(*args, **kwargs)
     o = torch.zeros(call.v.shape, dtype=dtype, device=call.v.device)
     state = _run(call, chunk_size, dtype, lambda block, tensors: block.scatter(tensors["o"], o))
-    return o.reshape(call.o_shape), call.to_kv(state).contiguous() if call.output_final_state else None
+    wanted = call.output_final_state or call.inplace_final_state
+    return o.reshape(call.o_shape), call.to_kv(call.final_states(state)).contiguous() if wanted else None
 
 
 def chunk_kda_stages(
@@ -44,7 +46,7 @@ def chunk_kda_stages(
 
 def _run(call: Call, C: int, dtype: torch.dtype, keep: Callable[[Block, Tables], None]) -> Tensor:
     """Take every chunk through the stages, hand each block to `keep`, return the final states `[N, HV, K, V]`."""
-    state = states(call, call.initial_state, dtype)
+    state = call.start_states(dtype)
 
     def work(group: tuple[Tensor, slice]) -> None:
         ns, heads = group

@@ -22,39 +22,29 @@ HEAD_GROUP = 4
 class RecurrentCall(Call):
     """The arguments of `kda.fused_recurrent_kda`: those of `chunk_kda` and the state pool's."""
 
-    inplace_final_state: bool = False
-    ssm_state_indices: Tensor | None = None  # [N], or [N, S] with one slot per drafted token
     num_accepted_tokens: Tensor | None = None  # [N], values 1..S; a sequence of another one starts from no slot
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         slots = self.ssm_state_indices
-        if self.initial_state is None and (slots is not None or self.inplace_final_state):
-            raise ValueError("initial_state: expected with ssm_state_indices or inplace_final_state, got None")
         if self.num_accepted_tokens is not None and (slots is None or slots.dim() != 2):
             raise ValueError("num_accepted_tokens: needs ssm_state_indices of shape [N, S]")
+        super().__post_init__()
 
     def start_slots(self) -> Tensor | None:
-        """Pool slot that each sequence starts from `[N]`; 0 for null, which is also what names no slot of the pool."""
+        """As in `Call`; with indices `[N, S]`, the slot of the last accepted token."""
         slots = self._slots()
         if slots is None or slots.dim() == 1:
             return slots
         if self.num_accepted_tokens is None:
             return slots[:, 0]
         accepted, S = self.num_accepted_tokens.long(), slots.shape[1]
-        known = (accepted >= 1) & (accepted <= S)
-        return slots.gather(1, accepted.clamp(1, S)[:, None] - 1)[:, 0].where(known, 0)
+        counted = (accepted >= 1) & (accepted <= S)
+        return slots.gather(1, accepted.clamp(1, S)[:, None] - 1)[:, 0].where(counted, -1)
 
     def token_slots(self) -> Tensor | None:
         """Pool slot that the state after each token goes to `[N, S]`, where every drafted token has its own."""
         slots = self._slots()
         return None if slots is None or slots.dim() == 1 else slots
-
-    def _slots(self) -> Tensor | None:
-        slots = self.ssm_state_indices
-        if slots is None or self.initial_state is None:
-            return None
-        return slots.long().where((slots > 0) & (slots < len(self.initial_state)), 0)
 
 
 def recurrent_kda_golden(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -70,21 +60,15 @@ def recurrent_kda_golden(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
     decay, beta = act.log_decay(call.g).exp(), act.step_size(call.beta.double())
     o = torch.zeros_like(v)
 
-    S = v.new_zeros(call.N, call.HV, call.K, call.V)
+    S = call.start_states(torch.float64)
     pool = S if call.initial_state is None else call.to_kv(call.initial_state).double().clone()
-    slots, token_slots, lengths = call.start_slots(), call.token_slots(), call.lengths
-    if slots is not None:
-        live = slots > 0
-        S[live] = pool[slots[live]]
-        lengths = lengths * live
-    else:
-        S.copy_(pool)
+    token_slots = call.token_slots()
     token_states = None
     if token_slots is not None and not call.inplace_final_state:
         token_states = S.new_zeros(len(v), *S.shape[1:])
 
     # Longest first, so that the sequences still running at step t are always the first ones.
-    lengths, order = lengths.sort(descending=True, stable=True)
+    lengths, order = call.lengths.sort(descending=True, stable=True)
     starts, S = call.starts[order], S[order]
     steps = torch.arange(int(lengths.max()) if call.N else 0, device=v.device)
     running = (call.N - torch.searchsorted(lengths.flip(0), steps, right=True)).tolist()
@@ -101,7 +85,7 @@ def recurrent_kda_golden(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
                 token_states[at, h] = state
             elif token_slots is not None and t < token_slots.shape[1]:
                 slot = token_slots[order[:n], t]
-                pool[slot[slot > 0], h] = state[slot > 0]
+                pool[slot[slot >= 0], h] = state[slot >= 0]
         S[:, h] = states
 
     for_each(run, (slice(h, h + HEAD_GROUP) for h in range(0, call.HV, HEAD_GROUP)), v.device)
@@ -112,10 +96,8 @@ def recurrent_kda_golden(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
         final = token_states
     elif token_slots is not None:
         final = pool
-    elif slots is not None and call.inplace_final_state:
-        ran = order[lengths > 0]
-        pool[slots[ran]] = final[ran]
-        final = pool
+    else:
+        final = call.final_states(final)
     wanted = call.output_final_state or call.inplace_final_state
     return o.reshape(call.o_shape), call.to_kv(final).contiguous() if wanted else None
 

@@ -1,8 +1,8 @@
 """The calls as torch operators, which torch.compile takes for one node each; and their gradients.
 
-`kda::chunk_kda` and `kda::fused_recurrent_kda` are the two operators, `kda::fused_recurrent_kda_` is the latter in
-place, and `kda::chunk_kda_backward`, `kda::fused_recurrent_kda_backward` are their gradients. Their schemas are made
-from the table of arguments.
+`kda::chunk_kda` and `kda::fused_recurrent_kda` are the two operators; `kda::chunk_kda_` and `kda::fused_recurrent_kda_`
+are the same for calls that write to tensors of their caller's; and `kda::chunk_kda_backward`,
+`kda::fused_recurrent_kda_backward` are their gradients. Their schemas are made from the table of arguments.
 """
 
 from __future__ import annotations
@@ -18,20 +18,25 @@ from torch import Tensor
 
 from kda import backends
 from kda.backends import environment
-from kda.backends.call import ARGUMENTS, DIFFERENTIABLE, OPS, KdaCall, Op, state_dtype
-from kda.checks import checked, refuse_recording
+from kda.backends.call import ARGUMENTS, DIFFERENTIABLE, OPS, WRITTEN, KdaCall, Op
+from kda.checks import checked
+from kda.state_checks import refuse_recording
 
-_INPLACE = "inplace_final_state"  # each answer to it is an operator of its own
-_KINDS = {op: {a.name: a.kind for a in ARGUMENTS[op] if a.name != _INPLACE} | {"backend": "str?"} for op in OPS}
+_INPLACE = "inplace_final_state"
+_WRITING = {op: {a.name: a.kind for a in ARGUMENTS[op]} | {"backend": "str?"} for op in OPS}
+_KINDS = {op: {n: kind for n, kind in _WRITING[op].items() if n not in (_INPLACE, *WRITTEN[op])} for op in OPS}
 
 
 def traced(op: Op, values: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """A call of a compiler's or on fake tensors, by its torch operator; `values` has every argument, `backend` too."""
-    if values.pop(_INPLACE, False):
-        refuse_recording(values)
-        o, states = torch.ops.kda.fused_recurrent_kda_(**values), values["initial_state"]
+    asked_by = [name for name in (_INPLACE, *WRITTEN[op]) if values[name] is not None and values[name] is not False]
+    if not asked_by:
+        o, states = getattr(torch.ops.kda, op)(**{name: values[name] for name in _KINDS[op]})
     else:
-        o, states = getattr(torch.ops.kda, op)(**values)
+        refuse_recording(asked_by[0], values)
+        o, states = getattr(torch.ops.kda, f"{op}_")(**values)
+        o = o if values["out"] is None else values["out"]
+        states = values["initial_state"] if values[_INPLACE] else states
     return o, states if values["output_final_state"] else None
 
 
@@ -67,7 +72,7 @@ class Recorded(torch.autograd.Function):
 def _keeping(backend: str, call: KdaCall) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """o, the states, and what the backend would have to compute again in its backward pass, if it is to be kept."""
     keeping = getattr(backends.load(backend), f"{call.op}_keeping", None) if environment.keeping_table() else None
-    if keeping is not None and call.B * call.T:
+    if keeping is not None and call.B * call.T and call.dense_states:
         return keeping(call)
     return *backends.run(backend, call), ()
 
@@ -83,11 +88,12 @@ def gradients(
 ) -> Mapping[str, Tensor | None]:
     """Of the call's tensors that are named, from those of o and of the states.
 
-    A backend without a backward pass of its own gets torch's, which computes the call anew; so does every backend with
-    `twice`, that is where autograd has to differentiate the result once more.
+    A backend without a backward pass of its own gets torch's, which computes the call anew; so does every backend where
+    states are in slots or in half precision, and with `twice`, that is where autograd has to differentiate the result
+    once more.
     """
     backward = getattr(backends.load(backend), f"{call.op}_backward", None)
-    if backward is not None and not twice and call.B * call.T:
+    if backward is not None and not twice and call.B * call.T and call.dense_states:
         return backward(call, wanted, *grads, *kept)
     with torch.enable_grad():
         # Tensors of their own, so that one given for two arguments gets the gradient of each.
@@ -108,45 +114,50 @@ def _own(o: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return o.clone() if o._is_view() else o, states
 
 
-def _checked(op: Op, values: Sequence[Any], **inplace: bool) -> tuple[KdaCall, str | None]:
+def _checked(op: Op, kinds: Mapping[str, str], values: Sequence[Any]) -> tuple[KdaCall, str | None]:
     """The call that an operator's arguments make, and the backend that they name."""
-    named = dict(zip(_KINDS[op], values, strict=True))
+    named = dict(zip(kinds, values, strict=True))
     backend = named.pop("backend")
-    return checked(op, **named, **inplace), backend
+    return checked(op, **named), backend
 
 
 def _forward(op: Op, *values: Any) -> tuple[Tensor, Tensor]:
     """o, and the states; where they aren't asked for, an empty tensor stands for them."""
-    call, backend = _checked(op, values)
+    call, backend = _checked(op, _KINDS[op], values)
     o, states = _own(*backends.run(backends.select(call, backend), call))
     return o.view(values[2].shape), call.q.new_empty(0) if states is None else states
 
 
 def _fake_forward(op: Op, *values: Any) -> tuple[Tensor, Tensor]:
-    call, _ = _checked(op, values)
-    o = torch.empty_like(values[2], memory_format=torch.contiguous_format)
-    if not call.output_final_state:
-        return o, call.q.new_empty(0)
+    call, _ = _checked(op, _KINDS[op], values)
+    return torch.empty_like(values[2], memory_format=torch.contiguous_format), _fake_states(call)
+
+
+def _fake_states(call: KdaCall) -> Tensor:
+    if not call.output_final_state or call.inplace_final_state:
+        return call.q.new_empty(0)
     states = call.B * call.T if call.state_per_token else call.N
-    return o, call.q.new_empty(states, *call.state_shape, dtype=state_dtype(call.q.dtype))
+    return call.q.new_empty(states, *call.state_shape, dtype=call.final_dtype)
 
 
-def _inplace(*values: Any) -> Tensor:
-    """o; the states are in `initial_state`."""
-    call, backend = _checked("fused_recurrent_kda", values, inplace_final_state=True)
-    o, _ = _own(*backends.run(backends.select(call, backend), call))
-    return o.view(values[2].shape)
+def _writing(op: Op, *values: Any) -> tuple[Tensor, Tensor]:
+    """As `_forward`; an empty tensor stands for o too where it is in `out`, and for states in `initial_state`."""
+    call, backend = _checked(op, _WRITING[op], values)
+    o, states = backends.run(backends.select(call, backend), call)
+    o = call.q.new_empty(0) if call.out is not None else _own(o, None)[0].view(values[2].shape)
+    return o, call.q.new_empty(0) if states is None or call.inplace_final_state else states
 
 
-def _fake_inplace(*values: Any) -> Tensor:
-    _checked("fused_recurrent_kda", values, inplace_final_state=True)
-    return torch.empty_like(values[2], memory_format=torch.contiguous_format)
+def _fake_writing(op: Op, *values: Any) -> tuple[Tensor, Tensor]:
+    call, _ = _checked(op, _WRITING[op], values)
+    o = torch.empty_like(values[2], memory_format=torch.contiguous_format)
+    return o if call.out is None else call.q.new_empty(0), _fake_states(call)
 
 
 def _backward(op: Op, wanted: Sequence[bool], grad_o: Tensor, grad_states: Tensor, *values: Any) -> list[Tensor]:
     """The gradients of the arguments that are wanted, in their order."""
     names = [name for name, needed in zip(_KINDS[op], wanted, strict=True) if needed]
-    call, backend = _checked(op, values)
+    call, backend = _checked(op, _KINDS[op], values)
     grads = (grad_o, grad_states if call.output_final_state else None)
     with _autograd_inside():
         found = gradients(call, backends.select(call, backend), names, grads)
@@ -186,9 +197,8 @@ def _differentiate(op: Op, ctx: Any, grad_o: Tensor, grad_states: Tensor) -> tup
     return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
 
 
-def _schema(op: Op, returns: str, before: str = "", **changed: str) -> str:
-    arguments = ", ".join(f"{kind} {name}" for name, kind in (_KINDS[op] | changed).items())
-    return f"({before}{arguments}) -> {returns}"
+def _schema(kinds: Mapping[str, str], returns: str, before: str = "") -> str:
+    return f"({before}{', '.join(f'{kind} {name}' for name, kind in kinds.items())}) -> {returns}"
 
 
 def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], *mutated: str) -> Any:
@@ -198,9 +208,14 @@ def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[...,
 
 
 for _op in OPS:
-    _gradient = _schema(_op, "Tensor[]", before="bool[] wanted, Tensor grad_o, Tensor grad_states, ")
+    _gradient = _schema(_KINDS[_op], "Tensor[]", before="bool[] wanted, Tensor grad_o, Tensor grad_states, ")
     _define(f"{_op}_backward", _gradient, partial(_backward, _op), partial(_fake_backward, _op))
-    _operator = _define(_op, _schema(_op, "(Tensor, Tensor)"), partial(_forward, _op), partial(_fake_forward, _op))
+    _operator = _define(
+        _op, _schema(_KINDS[_op], "(Tensor, Tensor)"), partial(_forward, _op), partial(_fake_forward, _op)
+    )
     _operator.register_autograd(partial(_differentiate, _op), setup_context=_save)
-_states = {"initial_state": "Tensor(a!)"}
-_define("fused_recurrent_kda_", _schema("fused_recurrent_kda", "Tensor", **_states), _inplace, _fake_inplace, *_states)
+    _mutated = {
+        name: f"Tensor({letter}!)?" for letter, name in zip("abcdef", ("initial_state", *WRITTEN[_op]), strict=False)
+    }
+    _schema_ = _schema(_WRITING[_op] | _mutated, "(Tensor, Tensor)")
+    _define(f"{_op}_", _schema_, partial(_writing, _op), partial(_fake_writing, _op), *_mutated)

@@ -31,7 +31,12 @@ def chunk_kda(
     lower_bound: float | None = None,
     cu_seqlens: Tensor | None = None,
     state_v_first: bool = True,
+    inplace_final_state: bool = False,
+    ssm_state_indices: Tensor | None = None,
     *,
+    has_initial_state: Tensor | None = None,
+    null_slot: int | None = 0,
+    out: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention over whole sequences, chunk by chunk (arXiv:2510.26692).
@@ -47,8 +52,9 @@ def chunk_kda(
             `use_gate_in_kernel`.
         beta: `[B, T, HV]`, fp32 or q's dtype: step size; its logits with `use_beta_sigmoid_in_kernel`.
         scale: factor on q; `K ** -0.5` if None.
-        initial_state: fp32 (fp64 beside fp64 inputs) `[N, HV, V, K]` (`[N, HV, K, V]` with `state_v_first=False`),
-            N = B or the number of sequences in `cu_seqlens`; zeros if None.
+        initial_state: fp32 (fp64 beside fp64 inputs), bf16 or fp16 `[N, HV, V, K]` (`[N, HV, K, V]` with
+            `state_v_first=False`), N = B or the number of sequences in `cu_seqlens`; zeros if None. Whatever its
+            dtype, the state is carried in fp32 (fp64) and rounded once, when it is stored.
         output_final_state: also return the state after each sequence's last token.
         use_qk_l2norm_in_kernel: divide q and k by sqrt(sum of squares over K + 1e-6), before the scale.
         use_gate_in_kernel: decay = `-exp(A_log) * softplus(g + dt_bias)`, or, with `lower_bound`,
@@ -61,6 +67,15 @@ def chunk_kda(
         cu_seqlens: int32 or int64 `[N + 1]` on the tensors' device: never decreases; equal neighbours are empty
             sequences, and tokens before its first value and from its last one on are padding, for which `o` is 0.
         state_v_first: layout of `initial_state` and of the returned state.
+        inplace_final_state: write the final states into `initial_state` itself, which is then what is returned. Not
+            while autograd records: under `torch.no_grad()`, or with no tensor that requires grad.
+        ssm_state_indices: int32 or int64 `[N]`: `initial_state` is a pool `[slots, HV, V, K]`, and sequence n starts
+            from slot `ssm_state_indices[n]`; its last state goes back there (in place) or to row n of a new
+            `[N, HV, V, K]`. Slot 0 is the null slot, as are negative indices and those past the pool: a sequence that
+            starts there gives o = 0, and nothing is read or written for it.
+        has_initial_state: bool `[N]`: where it is False, the sequence starts from zeros whatever its slot or row holds.
+        null_slot: 0 as above, or None: slot 0 is one like any other, and only indices that name no slot are null.
+        out: as v: o is written there, and `out` itself is returned. Not while autograd records.
         backend: "auto", "tilelang", "pypto" or "torch"; None reads the environment's KDA_BACKEND, default "auto".
 
     Returns:
@@ -75,7 +90,9 @@ def chunk_kda(
         "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
         "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
         "allow_neg_eigval": allow_neg_eigval, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound,
-        "cu_seqlens": cu_seqlens, "state_v_first": state_v_first, "backend": backend,
+        "cu_seqlens": cu_seqlens, "state_v_first": state_v_first, "inplace_final_state": inplace_final_state,
+        "ssm_state_indices": ssm_state_indices, "has_initial_state": has_initial_state, "null_slot": null_slot,
+        "out": out, "backend": backend,
     })  # fmt: skip
 
 
@@ -101,6 +118,8 @@ def fused_recurrent_kda(
     ssm_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     *,
+    null_slot: int | None = 0,
+    out: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention token by token: decoding, one or a few tokens per sequence and call.
@@ -108,8 +127,6 @@ def fused_recurrent_kda(
     The recurrence and the arguments are those of `chunk_kda`; besides:
 
     Args:
-        inplace_final_state: write the final states into `initial_state` itself, which is then what is returned. Not
-            while autograd records: under `torch.no_grad()`, or with no tensor that requires grad.
         ssm_state_indices: int32 or int64. `[N]`: `initial_state` is a pool `[slots, HV, V, K]`, and sequence n starts
             from slot `ssm_state_indices[n]`; its last state goes back there (in place) or to row n of a new
             `[N, HV, V, K]`. `[N, S]`, for speculative decoding with at most S drafted tokens per sequence: the state
@@ -132,7 +149,7 @@ def fused_recurrent_kda(
         "allow_neg_eigval": allow_neg_eigval, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound,
         "cu_seqlens": cu_seqlens, "state_v_first": state_v_first,
         "inplace_final_state": inplace_final_state, "ssm_state_indices": ssm_state_indices,
-        "num_accepted_tokens": num_accepted_tokens, "backend": backend,
+        "num_accepted_tokens": num_accepted_tokens, "null_slot": null_slot, "out": out, "backend": backend,
     })  # fmt: skip
 
 
@@ -153,4 +170,6 @@ def _run(op: Op, values: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         o, states = library.Recorded.apply(call, chosen, *(getattr(call, name) for name in DIFFERENTIABLE))
     else:
         o, states = backends.run(chosen, call)
+    if values["out"] is not None:
+        return values["out"], states
     return (o[0] if values["v"].dim() == 3 else o), states

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kda.backends.call import KdaCall
 
+_BY_SEQUENCE = ("ssm_state_indices", "num_accepted_tokens")
+
 
 def check_values(call: KdaCall) -> None:
     """Raise ValueError for the first argument whose values break the ABI, with the place of the offence.
@@ -21,10 +23,13 @@ def check_values(call: KdaCall) -> None:
     live = list(range(call.N))
     if (indices := call.ssm_state_indices) is not None and (pool := call.initial_state) is not None:
         start = _start_slots(pool, indices, call.num_accepted_tokens)
-        live = [n for n in live if start[n] > 0]
-        _check_pool(pool, indices, bounds, start, live, call.inplace_final_state)
-    else:
+        live = [n for n in live if start[n] >= call.first_slot]
+        _check_pool(call, pool, indices, bounds, start, live)
+    elif call.has_initial_state is None:
         _require("initial_state", call.initial_state, torch.isfinite, "finite values")
+    else:
+        fresh = ~call.has_initial_state.view(-1, 1, 1, 1)
+        _require("initial_state", call.initial_state, lambda x: x.isfinite() | fresh, "finite values")
     read = torch.zeros(call.B, call.T, dtype=torch.bool)
     for n in live:
         read[0 if call.cu_seqlens is not None else n, slice(*bounds[n])] = True
@@ -49,7 +54,8 @@ def _require(name: str, x: Tensor | None, holds: Callable[[Tensor], Tensor], exp
         bad &= read.view(*read.shape, *[1] * (x.dim() - 2))
     if bad.any():
         where = bad.nonzero()[0].tolist()
-        raise ValueError(f"{name}: expected {expected}, got {x[tuple(where)].item()} at {where}")
+        of = f" (sequence {where[0]})" if name in _BY_SEQUENCE else ""
+        raise ValueError(f"{name}: expected {expected}, got {x[tuple(where)].item()} at {where}{of}")
 
 
 def _sequence_bounds(call: KdaCall) -> list[tuple[int, int]]:
@@ -79,9 +85,10 @@ def _start_slots(pool: Tensor, indices: Tensor, accepted: Tensor | None) -> list
 
 
 def _check_pool(
-    pool: Tensor, indices: Tensor, bounds: list[tuple[int, int]], start: list[int], live: list[int], inplace: bool
+    call: KdaCall, pool: Tensor, indices: Tensor, bounds: list[tuple[int, int]], start: list[int], live: list[int]
 ) -> None:
-    for slot in (start[n] for n in live):
+    has = [True] * call.N if call.has_initial_state is None else call.has_initial_state.tolist()
+    for slot in (start[n] for n in live if has[n]):
         _require(f"initial_state[{slot}]", pool[slot], torch.isfinite, "finite values")
     slots = indices.tolist()
     lengths = [end - begin for begin, end in bounds]
@@ -89,8 +96,9 @@ def _check_pool(
         slots, lengths = [[slot] for slot in slots], [min(length, 1) for length in lengths]
     elif (longest := max(lengths, default=0)) > (S := indices.shape[1]):
         raise ValueError(f"ssm_state_indices: expected S >= the longest sequence {longest}, got S = {S}")
-    if inplace:
-        _check_written({n: [slot for slot in slots[n][: lengths[n]] if slot > 0] for n in live}, start)
+    if call.inplace_final_state:
+        first = call.first_slot
+        _check_written({n: [slot for slot in slots[n][: lengths[n]] if slot >= first] for n in live}, start)
 
 
 def _check_written(written: dict[int, list[int]], start: list[int]) -> None:

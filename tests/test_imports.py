@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"kda": ROOT / "kda", "kda.backends": ROOT / "backends", "kda.golden": ROOT / "golden"}
 REGISTRY = ("kda.backends", "kda.backends.call", "kda.backends.environment")
-SHARED = ("kda.golden.constants", "kda.backends.call", "kda.backends.disk", "kda.backends.environment")
+SHARED = ("kda.golden.constants", *(f"kda.backends.{name}" for name in ("call", "disk", "environment", "pool")))
 LADDER = "kda.ladder.kernels"
 FRAMEWORKS = ("tilelang", "tvm", "pypto", "torch_npu")
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from kda.backends.call import KdaCall
 from kda.backends.environment import emulating
+from kda.backends.pool import with_dense_states
 
 from .calculator import cache
 from .detect import cann, import_failure, missing_interpreter, missing_npu, missing_pypto
@@ -35,7 +36,7 @@ differentiable = False
 takes = frozenset((
     "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
     "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "A_log", "dt_bias", "lower_bound", "cu_seqlens", "state_v_first",
-    "inplace_final_state", "ssm_state_indices", "num_accepted_tokens",
+    "inplace_final_state", "ssm_state_indices", "num_accepted_tokens", "has_initial_state", "null_slot",
 ))  # fmt: skip
 
 HEAD_DIMS = (64, 128)
@@ -76,8 +77,11 @@ def refuses(call: KdaCall) -> list[str]:
 
 
 def chunk_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
-    """Run the call: o in v's shape and dtype, and the final state if the call asks for it."""
-    return _host("chunk").chunk_kda(call)
+    """Run the call: o in v's shape and dtype, and the final state if the call asks for it.
+
+    States in slots or in half precision are gathered before the kernel and put back after it.
+    """
+    return with_dense_states(call, _host("chunk").chunk_kda)
 
 
 def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:

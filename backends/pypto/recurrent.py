@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kda.backends.call import KdaCall
+from kda.backends.pool import known, put_back
 
 from .build import run
 from .config import config
@@ -21,24 +22,26 @@ from .kernels.recurrent import fused_recurrent_kda as recurrent_kernel
 def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     """Run the call: o in v's shape and dtype and, if the call asks for them, the states as docs/abi.md lays them out.
 
-    The kernel takes contiguous states: of others the named ones are gathered before and, in place, put back after it.
+    The kernel takes contiguous states in fp32: of others the named ones are gathered before and, in place, put back
+    after it.
     """
     o = output(call)
     pool = initial_states(call) if call.initial_state is None else call.initial_state.resolve_neg()
     start = _start(call)
-    initial, kernel_start = (pool, start) if pool.is_contiguous() else _gathered(pool, start)
+    as_it_is = pool.is_contiguous() and pool.dtype == torch.float32
+    initial, kernel_start = (pool, start) if as_it_is else _gathered(pool, start)
     if call.inplace_final_state:
         target = _target_in_place(call, start)
-        final, kernel_target = (pool, target) if pool.is_contiguous() else _gathered(pool, target)
+        final, kernel_target = (pool, target) if as_it_is else _gathered(pool, target)
     else:
         final, kernel_target = _new_states(call, initial, kernel_start)
     inputs = [*rows(call), bounds(call), initial, kernel_start, kernel_target]
     run(recurrent_kernel, inputs, [o.view(-1, call.HV, call.V), final], config(call))
     if call.inplace_final_state and final is not pool:
-        pool.index_copy_(0, target.flatten().clamp(min=0).long(), final)
+        put_back(pool, target.flatten(), target.flatten() >= 0, final)
     if not call.output_final_state:
         return o, None
-    return o, pool if call.inplace_final_state else final
+    return o, pool if call.inplace_final_state else final.to(call.final_dtype)
 
 
 def _start(call: KdaCall) -> Tensor:
@@ -46,15 +49,15 @@ def _start(call: KdaCall) -> Tensor:
     slots = call.ssm_state_indices
     if slots is None:
         return torch.arange(call.N, dtype=torch.int32, device=call.q.device)
-    known = _known(call, slots)
+    named = known(call, slots)
     if slots.dim() == 1:
-        return _rows(slots, known)
+        return _rows(slots, named)
     if (accepted := call.num_accepted_tokens) is None:
-        return _rows(slots[:, 0], known[:, 0])
+        return _rows(slots[:, 0], named[:, 0])
     S = slots.shape[1]
     at = accepted.long().clamp(1, S).unsqueeze(1) - 1
     counted = (accepted >= 1) & (accepted <= S)
-    return _rows(slots.gather(1, at)[:, 0], known.gather(1, at)[:, 0] & counted)
+    return _rows(slots.gather(1, at)[:, 0], named.gather(1, at)[:, 0] & counted)
 
 
 def _target_in_place(call: KdaCall, start: Tensor) -> Tensor:
@@ -63,14 +66,8 @@ def _target_in_place(call: KdaCall, start: Tensor) -> Tensor:
     if slots is None or slots.dim() == 1:
         return start.unsqueeze(1)
     token = torch.arange(slots.shape[1] + 1, device=slots.device)  # and a column for what comes behind the last slot
-    live = F.pad(_known(call, slots), (0, 1)) & (token < bounds(call).diff().unsqueeze(1))
+    live = F.pad(known(call, slots), (0, 1)) & (token < bounds(call).diff().unsqueeze(1))
     return _rows(F.pad(slots, (0, 1)), live)
-
-
-def _known(call: KdaCall, slots: Tensor) -> Tensor:
-    """Which of the indices name a slot of the pool, and not the null slot."""
-    assert call.initial_state is not None
-    return (slots > 0) & (slots < call.initial_state.shape[0])
 
 
 def _new_states(call: KdaCall, initial: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,5 +86,5 @@ def _rows(index: Tensor, valid: Tensor) -> Tensor:
 
 def _gathered(pool: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """The states that `index` names, one after the other, and the index of each among them."""
-    states = pool.index_select(0, index.flatten().clamp(min=0))
+    states = pool.index_select(0, index.flatten().clamp(min=0)).float()
     return states, _rows(torch.arange(index.numel(), device=index.device).view_as(index), index >= 0)

@@ -10,11 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from kda.backends.call import KdaCall
 from kda.backends.environment import emulating
+from kda.backends.pool import Result, with_dense_states
 
+from . import chunk
 from .ahead import build_ahead, build_all, wanted
 from .backward import chunk_kda_backward
 from .build import HOPPER, target_for
-from .chunk import chunk_kda, chunk_kda_keeping, stages
+from .chunk import chunk_kda_keeping, stages
 from .detect import import_failure, missing_compilers, missing_device, missing_tilelang
 from .kept import cache, is_empty
 from .recurrent import fused_recurrent_kda
@@ -33,10 +35,15 @@ differentiable = False
 takes = frozenset((
     "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
     "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "A_log", "dt_bias", "lower_bound", "cu_seqlens", "state_v_first",
-    "inplace_final_state", "ssm_state_indices", "num_accepted_tokens",
+    "inplace_final_state", "ssm_state_indices", "num_accepted_tokens", "has_initial_state", "null_slot",
 ))  # fmt: skip
 
 HEAD_DIMS = (64, 128)
+
+
+def chunk_kda(call: KdaCall) -> Result:
+    """Run the call; its states are gathered before the kernels and put back after them where they are in slots."""
+    return with_dense_states(call, chunk.chunk_kda)
 
 
 def unusable() -> list[str]:

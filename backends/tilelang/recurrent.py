@@ -5,6 +5,7 @@ No tensor value is read here, so that a call can be captured in a CUDA graph; ev
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ class Launch(NamedTuple):
 
     kernel: Kernel
     final_shape: tuple[int, ...] | None  # of the new tensor of states, if there is to be one
+    state_dtype: torch.dtype
     dtype: torch.dtype  # of q, k, v
     g_dtype: torch.dtype
     beta_dtype: torch.dtype
@@ -29,6 +31,8 @@ class Launch(NamedTuple):
 def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     """Run the call: o `[B, T, HV, V]`, and the states as the ABI has them, in place or new."""
     state = call.initial_state
+    if state is not None and state.dtype == torch.bfloat16 and state.device.type == "cpu":
+        return _without_bf16(call, state)
     if state is not None and state.is_neg():  # not one to write to: the front end sees to that
         state = state.resolve_neg()
     quads = None if state is None else quads_of(state)
@@ -36,8 +40,8 @@ def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     with torch.cuda.device_of(call.q):
         q, k, v = aligned(call.q, launch.dtype), aligned(call.k, launch.dtype), aligned(call.v, launch.dtype)
         g, beta = aligned(call.g, launch.g_dtype), aligned(call.beta, launch.beta_dtype)
-        o = torch.empty_like(v)
-        final = None if launch.final_shape is None else q.new_empty(launch.final_shape, dtype=torch.float32)
+        o = call.out if call.out is not None and _as_written(call.out, v) else torch.empty_like(v)
+        final = None if launch.final_shape is None else q.new_empty(launch.final_shape, dtype=launch.state_dtype)
         lengths = call.T if call.cu_seqlens is None else call.cu_seqlens.contiguous()
         states = () if state is None else (state, *state.stride()) if quads is None else (state, quads)
         slots = [x.contiguous() for x in (call.ssm_state_indices, call.num_accepted_tokens) if x is not None]
@@ -48,12 +52,27 @@ def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     return o if o.dtype == call.v.dtype else o.to(call.v.dtype), final
 
 
+def _without_bf16(call: KdaCall, state: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The same on a CPU, whose kernels know no bf16: on a copy of the states in fp32."""
+    wide = state.float()
+    o, final = fused_recurrent_kda(replace(call, initial_state=wide, memo={}))
+    if call.inplace_final_state:
+        state.copy_(wide)
+        return o, state if call.output_final_state else None
+    return o, None if final is None else final.to(torch.bfloat16)
+
+
+def _as_written(out: Tensor, v: Tensor) -> bool:
+    """Whether the kernel can write o to the caller's tensor."""
+    return out.dtype == v.dtype and out.is_contiguous() and not out.data_ptr() % 16
+
+
 def quads_of(state: Tensor) -> int | None:
     """How far slots lie apart, in units of four elements; None where their rows have gaps or can't be read by fours."""
     size = state.shape[2] * state.shape[3]
     dense = state.is_contiguous() or state.stride()[1:] == (size, state.shape[3], 1)
     quads, rest = divmod(state.stride(0), 4)
-    return None if not dense or rest or state.data_ptr() % 16 else quads
+    return None if not dense or rest or state.data_ptr() % (4 * state.itemsize) else quads
 
 
 def _launch(call: KdaCall, gaps: bool) -> Launch:
@@ -65,18 +84,20 @@ def _launch(call: KdaCall, gaps: bool) -> Launch:
 
 def make_launch(call: KdaCall, gaps: bool) -> Launch:
     types, indices, accepted = dtypes(call), call.ssm_state_indices, call.num_accepted_tokens
+    state_dtype = call.final_dtype
     new_states = call.output_final_state and not call.inplace_final_state
     kernel = build(
         target_for(call.q.device), f"{__package__}.kernels.recurrent.fused_recurrent",
         H=call.H, HV=call.HV, K=call.K, V=call.V,
         cu_dtype=None if call.cu_seqlens is None else call.cu_seqlens.dtype, state_v_first=call.state_v_first,
         has_initial_state=call.initial_state is not None, has_final_state=new_states, inplace=call.inplace_final_state,
-        gaps=gaps, slot_dtype=None if indices is None else indices.dtype, slots_per_token=call.state_per_token,
+        state_dtype=state_dtype, gaps=gaps, slot_dtype=None if indices is None else indices.dtype,
+        slots_per_token=call.state_per_token, first_slot=call.first_slot,
         accepted_dtype=None if accepted is None else accepted.dtype,
         block_V=_block_V(call.N * call.HV, call.V, processors(call.q.device)), **types, **activation(call),
     )  # fmt: skip
     states = call.B * call.T if call.state_per_token else call.N
-    return Launch(kernel, (states, *call.state_shape) if new_states else None, **types)
+    return Launch(kernel, (states, *call.state_shape) if new_states else None, state_dtype, **types)
 
 
 def _block_V(states: int, V: int, processors: int) -> int:

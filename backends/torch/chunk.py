@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kda.backends.call import KdaCall
+from kda.backends.pool import with_dense_states
 from kda.golden.constants import CHUNK_SIZE
 
 from .activation import Inputs, activate
@@ -23,7 +24,12 @@ CHUNKS_IN_CACHE, CHUNKS_ON_DEVICE = 64, 2048
 
 
 def chunk_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
-    """Run the call; o `[B, T, HV, V]` in v's dtype, and the final state in the caller's layout if it asks for one.
+    """Run the call; o `[B, T, HV, V]` in v's dtype, and the final state as the ABI has it if the call asks for one."""
+    return with_dense_states(call, _chunk_kda)
+
+
+def _chunk_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
+    """From one state a sequence, in the dtype of computation.
 
     Sequences that are shorter than CHUNK_SIZE are given shorter chunks. Raises ValueError for wrong `cu_seqlens`.
     """

@@ -42,7 +42,7 @@ def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     else:
         o, states = _run(call, starts, pool.lengths, pool.read(), pool.per_token)
     if not call.inplace_final_state:
-        return o, kv_layout(call, states).contiguous() if call.output_final_state else None
+        return o, kv_layout(call, states).to(call.final_dtype).contiguous() if call.output_final_state else None
     if pool is not None:
         pool.write(states)
     elif initial is not None:

@@ -26,15 +26,13 @@ class Translated(NamedTuple):
     op: Op
     values: dict[str, Any]  # arguments of our operator
     o_dtype: torch.dtype  # that FLA returns o in
-    out: Tensor | None = None  # where FLA's caller wants o
 
     def run(self) -> tuple[Any, ...]:
         """o and the final state, as FLA returns them."""
         o, state = getattr(kda, self.op)(**self.values)
-        o = o.to(self.o_dtype) if self.out is None else self.out.copy_(o)
         if state is not None and not self.values.get("inplace_final_state"):
             state = state.float()
-        return o, state
+        return o.to(self.o_dtype), state
 
 
 def _operator(translate: Callable[P, Translated]) -> Callable[P, tuple[Any, ...]]:
@@ -214,10 +212,11 @@ def fused_recurrent_kda_fwd(
 ) -> Translated:
     """`fla.ops.kda.fused_recurrent.fused_recurrent_kda_fwd`: FLA's decoding step, in place by default, no gradients.
 
-    What differs from `kda.fused_recurrent_kda` is as in `fused_recurrent_kda`. `out` is written and returned as o.
+    What differs from `kda.fused_recurrent_kda` is as in `fused_recurrent_kda`, and slot 0 of a pool is one like any
+    other. Pools and states in place may be fp32, bf16 or fp16. Indices may have more rows than there are sequences.
     """
     _refuse_beta_per_channel(v, beta)
-    _refuse(ssm_state_indices=ssm_state_indices is not None, num_accepted_tokens=num_accepted_tokens is not None)
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     with torch.no_grad():
         inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in _inputs(
             q, k, v, g, beta, use_gate_in_kernel, A_log, dt_bias, lower_bound).items()}  # fmt: skip
@@ -225,6 +224,8 @@ def fused_recurrent_kda_fwd(
         "scale": scale, "initial_state": initial_state, "output_final_state": output_final_state or inplace_final_state,
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
         "allow_neg_eigval": allow_neg_eigval, "state_v_first": _state_v_first(state_v_first, others),
-        "cu_seqlens": cu_seqlens, "inplace_final_state": inplace_final_state,
+        "cu_seqlens": cu_seqlens, "inplace_final_state": inplace_final_state, "null_slot": None, "out": out,
+        "ssm_state_indices": None if ssm_state_indices is None else ssm_state_indices[:N],
+        "num_accepted_tokens": None if num_accepted_tokens is None else num_accepted_tokens[:N],
     }  # fmt: skip
-    return Translated("fused_recurrent_kda", inputs | options, v.dtype, out)
+    return Translated("fused_recurrent_kda", inputs | options, v.dtype)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import kda
 from kda import backends, golden
-from kda.backends.call import DIFFERENTIABLE, PER_TOKEN, KdaCall, state_dtype
+from kda.backends.call import DIFFERENTIABLE, PER_TOKEN, KdaCall
 from kda.checks import checked
 from kda.cli.memory import free_memory
 from kda.golden.compare import Comparison, compare
@@ -228,7 +228,7 @@ def unknown_results(call: KdaCall) -> tuple[Tensor, Tensor]:
     o = torch.empty_like(call.v)
     if call.inplace_final_state and call.initial_state is not None:
         return o, call.initial_state
-    return o, torch.empty(call.N, *call.state_shape, dtype=state_dtype(o.dtype), device=o.device)
+    return o, torch.empty(call.N, *call.state_shape, dtype=call.final_dtype, device=o.device)
 
 
 def _both(result: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:

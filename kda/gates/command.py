@@ -22,7 +22,7 @@ from kda.gates.case import CASES, GRADIENTS, Case, Result, run_case
 from kda.gates.dry import calls_of
 
 # isort: off
-from kda.gates import shapes, numerics, robustness, gradients, decode  # noqa: F401  (they fill the table, in this order)
+from kda.gates import shapes, numerics, robustness, gradients, decode, pools  # noqa: F401  (they fill the table in order)
 # isort: on
 
 _COLOURS = {"passed": "green", "failed": "bold red", "skipped": "yellow", "refused": "yellow"}

@@ -38,6 +38,22 @@ def _pooled(gap: int = 0, state_v_first: bool = True, **options: Any) -> Call:
     return call | {"initial_state": buffer[..., :columns]} | options
 
 
+def _from_zero(**options: Any) -> Call:
+    """The same, where slot 0 is one like any other."""
+    call = _pooled(null_slot=None, **options)
+    call["initial_state"][0] = 0.5
+    return call
+
+
+def _half(dtype: torch.dtype, call: Call) -> Call:
+    """The call with states of 16 bits, strides and all."""
+    return call | {"initial_state": placed(call["initial_state"], "cpu", dtype)}
+
+
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 1.8e-3, torch.float16: 2.3e-4}
+"""Relative RMSE of numbers that are rounded once to nearest."""
+
+
 def _apart(distance: int, offset: int) -> Tensor:
     """A pool of dense slots so many elements apart, so many from the start of their memory."""
     memory = torch.randn(19 * distance + offset, generator=torch.Generator().manual_seed(1))
@@ -89,6 +105,29 @@ CALLS: dict[str, Callable[[], Call]] = {
         _stable(1, 2, 1, 64, initial_state=True)
     ),
     "drafts": lambda: _pooled(ssm_state_indices=SLOTS),
+    "bf16 states": lambda: _half(torch.bfloat16, _stable(2, 2, 1, 64, initial_state=True)),
+    "fp16 states in place, K first": lambda: _half(
+        torch.float16, _stable(2, 2, 1, 128, 64, initial_state=True, state_v_first=False)
+    ) | {"inplace_final_state": True},
+    "bf16 slots in place": lambda: _half(
+        torch.bfloat16, _pooled(ssm_state_indices=SLOTS[:, 0].int(), inplace_final_state=True)
+    ),
+    "bf16 slots in place, with gaps": lambda: _half(
+        torch.bfloat16, _pooled(16, ssm_state_indices=SLOTS[:, 0], inplace_final_state=True)
+    ),
+    "bf16 slots": lambda: _half(torch.bfloat16, _pooled(ssm_state_indices=SLOTS[:, 0])),
+    "fp16 drafts in place": lambda: _half(torch.float16, _pooled(ssm_state_indices=SLOTS, inplace_final_state=True)),
+    "bf16 accepted drafts": lambda: _half(
+        torch.bfloat16, _pooled(ssm_state_indices=SLOTS, num_accepted_tokens=torch.tensor([3, 1, 2, 1, 2, 3]))
+    ),
+    "slot 0 is no null slot": lambda: _from_zero(ssm_state_indices=SLOTS[:, 0]),
+    "slot 0 is no null slot, in place": lambda: _from_zero(
+        ssm_state_indices=SLOTS[:, 0].int(), inplace_final_state=True
+    ),
+    "drafts over slot 0, in place": lambda: _from_zero(ssm_state_indices=SLOTS - 1, inplace_final_state=True),
+    "bf16 slot 0 in place": lambda: _half(
+        torch.bfloat16, _from_zero(ssm_state_indices=SLOTS[:, 0], inplace_final_state=True)
+    ),
     "drafts in place, K first": lambda: _pooled(
         state_v_first=False, ssm_state_indices=SLOTS.int(), inplace_final_state=True
     ),
@@ -103,33 +142,49 @@ CALLS: dict[str, Callable[[], Call]] = {
 
 def check(name: str, backend: str, limit: float, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
     """Hold `backend` to the fp64 recurrence on the call `name`: o and states; what it must not touch keeps its bits."""
-    call = {key: placed(x, device, dtype if key in ("q", "k", "v") else None) for key, x in CALLS[name]().items()}
+    hold(kda.fused_recurrent_kda, CALLS[name](), backend, limit, device, dtype)
+
+
+def hold(
+    operator: Callable[..., tuple[Tensor, Tensor]],
+    call: Call,
+    backend: str,
+    limit: float,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """The same for a call of either operator."""
+    call = {key: placed(x, device, dtype if key in ("q", "k", "v") else None) for key, x in call.items()}
     expected_o, expected = recurrent_kda_golden(**call)
     assert expected_o.any() and expected.nan_to_num().any()
     pool = call.get("initial_state")
     before = None if pool is None else _storage(pool).clone()
-    o, states = kda.fused_recurrent_kda(**call, backend=backend)
-    assert o.dtype == dtype and states.dtype == torch.float32
+    o, states = operator(**call, backend=backend)
+    assert o.dtype == dtype and states.dtype == (torch.float32 if pool is None else pool.dtype)
+    state_limit = limit + ROUNDING[states.dtype]
     assert not o[expected_o == 0].any(), "padding and null sequences"
     assert rel_rmse(o, expected_o) <= limit
     named = call.get("ssm_state_indices")
     if call.get("inplace_final_state"):
         assert states is pool
-        assert rel_rmse(pool.nan_to_num(), expected.nan_to_num()) <= limit
-        written = torch.ones(len(pool), dtype=torch.bool, device=device) if named is None else _named(pool, named)
+        assert rel_rmse(pool.nan_to_num(), expected.nan_to_num()) <= state_limit
+        first = 0 if call.get("null_slot", 0) is None else 1
+        written = (
+            torch.ones(len(pool), dtype=torch.bool, device=device) if named is None else _named(pool, named, first)
+        )
         was = before.as_strided(pool.shape, pool.stride(), pool.storage_offset())
         assert same_bits(pool[~written], was[~written]), "slots that are not named"
         pool.copy_(was)
         assert same_bits(_storage(pool), before), "memory between the slots"
     else:
-        assert rel_rmse(states, expected) <= limit
+        assert rel_rmse(states, expected) <= state_limit
         assert pool is None or same_bits(_storage(pool), before), "a pool that is only read"
 
 
-def _named(pool: Tensor, indices: Tensor) -> Tensor:
+def _named(pool: Tensor, indices: Tensor, first: int) -> Tensor:
     """Which slots of the pool the indices name."""
     named = torch.zeros(len(pool), dtype=torch.bool, device=pool.device)
-    named[indices[(indices > 0) & (indices < len(pool))].long()] = True
+    named[indices[(indices >= first) & (indices < len(pool))].long()] = True
     return named
 
 

@@ -12,7 +12,7 @@ from fake_backends import FakeBackend, WithoutBackward
 
 import kda
 from kda import backends, library, ops
-from kda.backends.call import ARGUMENTS, DIFFERENTIABLE, OPS, PER_TOKEN, Op
+from kda.backends.call import ARGUMENTS, DIFFERENTIABLE, OPS, PER_TOKEN, WRITTEN, Op
 from kda.golden import inputs
 
 each_op = pytest.mark.parametrize("op", OPS)
@@ -24,7 +24,8 @@ def test_the_signature_is_the_table(op: Op) -> None:
     required = inspect.Parameter.empty
     table = [(a.name, a.default if a.optional else required) for a in ARGUMENTS[op]]
     assert [(p.name, p.default) for p in parameters] == table
-    assert {p.kind for p in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    kinds = {False: inspect.Parameter.POSITIONAL_OR_KEYWORD, True: inspect.Parameter.KEYWORD_ONLY}
+    assert [p.kind for p in parameters] == [kinds[a.keyword] for a in ARGUMENTS[op]]
     assert (backend.name, backend.default, backend.kind) == ("backend", None, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -33,9 +34,12 @@ def schema(name: str) -> list[tuple[str, str]]:
     return [(a.name, str(a.type)) for a in getattr(torch.ops.kda, name).default._schema.arguments]
 
 
-def in_the_table(op: Op) -> list[tuple[str, str]]:
-    spelled = {"Tensor": "Tensor", "Tensor?": "Optional[Tensor]", "bool": "bool", "float?": "Optional[float]"}
-    table = [(a.name, spelled[a.kind]) for a in ARGUMENTS[op] if a.name != "inplace_final_state"]
+def in_the_table(op: Op, *, writing: bool = False) -> list[tuple[str, str]]:
+    """What a call has that writes to tensors of its caller's, or of any other one."""
+    spelled = {"Tensor": "Tensor", "Tensor?": "Optional[Tensor]", "bool": "bool", "float?": "Optional[float]",
+               "int?": "Optional[int]"}  # fmt: skip
+    left_out = () if writing else ("inplace_final_state", *WRITTEN[op])
+    table = [(a.name, spelled[a.kind]) for a in ARGUMENTS[op] if a.name not in left_out]
     return [*table, ("backend", "Optional[str]")]
 
 
@@ -47,26 +51,26 @@ def test_the_torch_operators_have_the_same_arguments(op: Op) -> None:
     ]  # fmt: skip
 
 
-def test_the_operator_in_place_differs_by_what_it_writes_to() -> None:
-    given = torch.ops.kda.fused_recurrent_kda_.default._schema.arguments
-    names = [name for name, _ in in_the_table("fused_recurrent_kda")]
-    assert [a.name for a in given] == names
-    assert [a.name for a in given if a.alias_info and a.alias_info.is_write] == ["initial_state"]
+@each_op
+def test_the_operator_that_writes_differs_by_what_it_writes_to(op: Op) -> None:
+    given = getattr(torch.ops.kda, f"{op}_").default._schema.arguments
+    assert schema(f"{op}_") == in_the_table(op, writing=True)
+    writes = [a.name for a in given if a.alias_info and a.alias_info.is_write]
+    assert writes == ["initial_state", *WRITTEN[op]] and "out" in writes
 
 
 def test_what_the_table_says_of_tensors() -> None:
     assert PER_TOKEN == ("q", "k", "v", "g", "beta")
     assert set(DIFFERENTIABLE) == {*PER_TOKEN, "initial_state", "A_log", "dt_bias"}
-    assert {a.name for a in ARGUMENTS["fused_recurrent_kda"]} - {a.name for a in ARGUMENTS["chunk_kda"]} == {
-        "inplace_final_state", "ssm_state_indices", "num_accepted_tokens"
-    }  # fmt: skip
+    recurrent, chunk = ({a.name for a in ARGUMENTS[op]} for op in ("fused_recurrent_kda", "chunk_kda"))
+    assert recurrent - chunk == {"num_accepted_tokens"} and chunk - recurrent == {"has_initial_state"}
 
 
 def test_arguments_may_be_given_by_position() -> None:
     call = inputs.raw(1, 9, 2, 8, lengths=[4, 5], dtype=torch.float32, initial_state=True)
     for op in OPS:
         operator = getattr(kda, op)
-        values = [call.get(a.name, a.default) for a in ARGUMENTS[op]]
+        values = [call.get(a.name, a.default) for a in ARGUMENTS[op] if not a.keyword]
         for by_position, by_name in zip(operator(*values), operator(**call), strict=True):
             assert torch.equal(by_position, by_name)
 

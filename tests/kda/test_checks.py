@@ -155,11 +155,11 @@ BAD_CHUNK = {
         "that is the layout of state_v_first=True"),
     "state of rank 0": (dense(initial_state=zeros(())), ValueError,
         "initial_state: expected shape [N, HV, V, K] = [2, 4, 4, 8], got []"),
-    "state in q's bf16": (
-        dense(**{n: x.bfloat16() for n, x in dense().items()}, initial_state=STATE.bfloat16()), TypeError,
-        "initial_state: expected dtype float32, got bfloat16"),
+    "fp64 state beside bf16": (
+        dense(**{n: x.bfloat16() for n, x in dense().items()}, initial_state=STATE.double()), TypeError,
+        "initial_state: expected dtype float32 or bfloat16 or float16, got float64"),
     "fp32 state beside fp64": (dense(**{n: x.double() for n, x in dense().items()}, initial_state=STATE), TypeError,
-        "initial_state: expected dtype float64, got float32"),
+        "initial_state: expected dtype float64 or bfloat16 or float16, got float32"),
     "state as a number": (dense(initial_state=0), TypeError,
         "initial_state: expected a torch.Tensor, got int"),
     "state elsewhere": (dense(initial_state=STATE.to(META)), ValueError,
@@ -176,7 +176,7 @@ def test_both_operators_refuse(operator, arguments, error, message) -> None:
 
 
 @pytest.mark.usefixtures("no_backend")
-@pytest.mark.parametrize("name", ["head_first", "inplace_final_state", "ssm_state_indices", "num_accepted_tokens"])
+@pytest.mark.parametrize("name", ["head_first", "num_accepted_tokens"])
 def test_unknown_keyword(name: str) -> None:
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
         kda.chunk_kda(**dense(**{name: None}))

@@ -13,10 +13,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kda
-from kda.backends.call import ARGUMENTS, DIFFERENTIABLE, OPS, Op
+from kda.backends.call import ARGUMENTS, DIFFERENTIABLE, OPS, WRITTEN, Op
 from kda.golden import inputs
 
-PER_SIGNATURE = {op: [a.name for a in ARGUMENTS[op] if a.name != "inplace_final_state"] + ["backend"] for op in OPS}
+WRITING = {f"{op}_": [*(a.name for a in ARGUMENTS[op]), "backend"] for op in OPS}
+PER_SIGNATURE = WRITING | {
+    op: [name for name in WRITING[f"{op}_"] if name not in ("inplace_final_state", *WRITTEN[op])] for op in OPS
+}
 """The arguments of the torch operator of that name, in its order."""
 
 
@@ -24,10 +27,11 @@ def leaves(call: dict[str, Any]) -> dict[str, Any]:
     return {n: x.clone().requires_grad_() if n in DIFFERENTIABLE else x for n, x in call.items()}
 
 
-def by_position(op: Op, call: dict[str, Any]) -> tuple[Any, ...]:
-    """All arguments of torch.ops.kda's `op`; defaults where the call leaves one out."""
+def by_position(name: str, call: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments of torch.ops.kda's operator `name`; defaults where the call leaves one out."""
+    op: Op = "chunk_kda" if name.startswith("chunk") else "fused_recurrent_kda"
     defaults = {a.name: a.default for a in ARGUMENTS[op] if a.optional} | {"backend": "torch"}
-    return tuple((defaults | call)[name] for name in PER_SIGNATURE[op])
+    return tuple((defaults | call)[argument] for argument in PER_SIGNATURE[name])
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -97,9 +101,20 @@ def test_opcheck(op, output_final_state, state_v_first):
 def test_opcheck_of_pools(indices):
     call = inputs.stable(2, 2, 1, 16, 8, 2, dtype=torch.float32) | {"ssm_state_indices": torch.tensor(indices)}
     call["initial_state"] = torch.randn(5, 2, 8, 16)
-    arguments = by_position("fused_recurrent_kda", call)
-    check_operator(torch.ops.kda.fused_recurrent_kda.default, arguments)
-    check_operator(torch.ops.kda.fused_recurrent_kda_.default, arguments)
+    check_operator(torch.ops.kda.fused_recurrent_kda.default, by_position("fused_recurrent_kda", call))
+    for written in ({"inplace_final_state": True}, {"out": torch.empty(2, 2, 2, 8)}):
+        arguments = by_position("fused_recurrent_kda_", call | written | {"output_final_state": True})
+        check_operator(torch.ops.kda.fused_recurrent_kda_.default, arguments)
+
+
+def test_opcheck_of_pools_in_chunk_kda():
+    call = inputs.stable(2, 20, 1, 16, 8, 2, dtype=torch.float32) | {
+        "initial_state": torch.randn(5, 2, 8, 16).bfloat16()
+    }
+    call |= {"ssm_state_indices": torch.tensor([3, 1]), "has_initial_state": torch.tensor([True, False])}
+    check_operator(torch.ops.kda.chunk_kda.default, by_position("chunk_kda", call | {"output_final_state": True}))
+    arguments = by_position("chunk_kda_", call | {"inplace_final_state": True, "out": torch.empty(2, 20, 2, 8)})
+    check_operator(torch.ops.kda.chunk_kda_.default, arguments)
 
 
 @pytest.mark.parametrize("op", OPS)

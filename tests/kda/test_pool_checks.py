@@ -16,6 +16,52 @@ STATE = zeros(B, HV, V, K)
 META = torch.device("meta")
 
 
+OUT = torch.empty(B, T, HV, V)
+BAD_OF_BOTH = {
+    "null slot 1": (dense(null_slot=1), ValueError, "null_slot: expected 0 or None, got 1"),
+    "null slot False": (dense(null_slot=False), ValueError, "null_slot: expected 0 or None, got False"),
+    "out as a list": (dense(out=[]), TypeError, "out: expected a torch.Tensor, got list"),
+    "out in bf16": (dense(out=OUT.bfloat16()), TypeError, "out: expected dtype float32, got bfloat16"),
+    "out of another shape": (dense(out=OUT[:1]), ValueError,
+        "out: expected shape v's = [2, 3, 4, 4], got [1, 3, 4, 4]"),
+    "out elsewhere": (dense(out=OUT.to(META)), ValueError, "out: expected device cpu as q, got meta"),
+    "out expanded": (dense(out=OUT[:1].expand(B, T, HV, V)), ValueError,
+        "out: expected memory of its own for every element, got strides [0, 16, 4, 1] for shape [2, 3, 4, 4]"),
+    "out under autograd": (dense(out=OUT, q=dense()["q"].requires_grad_()), ValueError,
+        "out: expected torch.no_grad() around it, got q that requires grad; it would not be in the autograd graph"),
+}  # fmt: skip
+BAD_CHUNK = {
+    "indices by token": (pool(), ValueError, "ssm_state_indices: expected [N] with N = 2, got [2, 3]"),
+    "fresh or not, without a state": (dense(has_initial_state=ints(B).bool()), ValueError,
+        "has_initial_state: expected an initial_state beside it, got initial_state=None"),
+    "fresh or not, as ints": (dense(initial_state=STATE, has_initial_state=ints(B)), TypeError,
+        "has_initial_state: expected dtype bool, got int32"),
+    "fresh or not, for another N": (dense(initial_state=STATE, has_initial_state=ints(B + 1).bool()), ValueError,
+        "has_initial_state: expected shape [N] = [2], got [3]"),
+    "in place without a state": (dense(inplace_final_state=True), ValueError,
+        "inplace_final_state: expected an initial_state to write to, got initial_state=None"),
+    "in place under autograd": (
+        dense(initial_state=STATE, inplace_final_state=True, q=dense()["q"].requires_grad_()), ValueError,
+        "inplace_final_state: expected torch.no_grad() around it, got q that requires grad; "
+        "the state would be written over in the autograd graph"),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_backend")
+@pytest.mark.parametrize("operator", [kda.chunk_kda, kda.fused_recurrent_kda])
+@pytest.mark.parametrize("arguments, error, message", BAD_OF_BOTH.values(), ids=BAD_OF_BOTH)
+def test_both_operators_refuse(operator, arguments, error, message) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        operator(**arguments)
+
+
+@pytest.mark.usefixtures("no_backend")
+@pytest.mark.parametrize("arguments, error, message", BAD_CHUNK.values(), ids=BAD_CHUNK)
+def test_chunk_kda_refuses(arguments, error, message) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        kda.chunk_kda(**{name: x for name, x in arguments.items() if name != "num_accepted_tokens"})
+
+
 BAD_RECURRENT = {
     "in place no bool": (pool(inplace_final_state=1), TypeError, "inplace_final_state: expected a bool, got int"),
     "in place without a state": (dense(inplace_final_state=True), ValueError,

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from calls import CU, HV, PARAMETERS, B, K, S, V, dense, packed, pool
+from calls import CU, HV, PARAMETERS, B, K, S, V, dense, packed, pool, without
 from torch import Tensor
 
 from kda.checks import checked
@@ -57,11 +57,11 @@ BAD = {
     "cu_seqlens past T": (packed(cu_seqlens=slots(0, 4)),
         "cu_seqlens: expected 0 or more first, no decrease, and at most T = 3 last, got [0, 4]"),
     "a slot too high": (spoilt(pool(), "ssm_state_indices", (1, 0), 7),
-        "ssm_state_indices: expected slots below 7, got 7 at [1, 0]"),
+        "ssm_state_indices: expected slots below 7, got 7 at [1, 0] (sequence 1)"),
     "none accepted": (spoilt(pool(), "num_accepted_tokens", (1,), 0),
-        "num_accepted_tokens: expected values in 1..3, got 0 at [1]"),
+        "num_accepted_tokens: expected values in 1..3, got 0 at [1] (sequence 1)"),
     "too many accepted": (spoilt(pool(), "num_accepted_tokens", (0,), S + 1),
-        "num_accepted_tokens: expected values in 1..3, got 4 at [0]"),
+        "num_accepted_tokens: expected values in 1..3, got 4 at [0] (sequence 0)"),
     "NaN in a start slot": (spoilt(pool(), "initial_state", (4, 0, 1, 2), NAN),
         "initial_state[4]: expected finite values, got nan at [0, 1, 2]"),
     "NaN in an accepted slot": (
@@ -104,6 +104,42 @@ GOOD = {
     "readers may share a slot": pool(ssm_state_indices=slots(2, 2), num_accepted_tokens=None,
                                      inplace_final_state=False),
 }  # fmt: skip
+
+
+POOL = without(pool(), "num_accepted_tokens") | {"ssm_state_indices": slots(2, 2), "inplace_final_state": True}
+BAD_CHUNK = {
+    "two sequences write a slot": (POOL,
+        "ssm_state_indices: expected distinct slots with inplace_final_state, got slot 2 for sequences 0 and 1"),
+    "two sequences write slot 0": (POOL | {"ssm_state_indices": slots(0, 0), "null_slot": None},
+        "ssm_state_indices: expected distinct slots with inplace_final_state, got slot 0 for sequences 0 and 1"),
+    "a slot too high": (POOL | {"ssm_state_indices": slots(2, 7)},
+        "ssm_state_indices: expected slots below 7, got 7 at [1] (sequence 1)"),
+    "NaN in a slot that is read": (
+        spoilt(POOL | {"ssm_state_indices": slots(2, 3), "has_initial_state": slots(False, True)}, "initial_state",
+               (3, 0, 0, 0), NAN), "initial_state[3]: expected finite values, got nan at [0, 0, 0]"),
+    "NaN in a row that is read": (
+        spoilt(dense(initial_state=STATE, has_initial_state=slots(False, True)), "initial_state", (1, 0, 0, 0), NAN),
+        "initial_state: expected finite values, got nan at [1, 0, 0, 0]"),
+}  # fmt: skip
+GOOD_CHUNK = {
+    "NaN in a slot of a fresh sequence": spoilt(
+        POOL | {"ssm_state_indices": slots(2, 3), "has_initial_state": slots(False, True)}, "initial_state",
+        (2, 0, 0, 0), NAN),
+    "NaN in a row of a fresh sequence": spoilt(
+        dense(initial_state=STATE, has_initial_state=slots(False, True)), "initial_state", (0, 0, 0, 0), NAN),
+    "slot 0 twice, which is none": POOL | {"ssm_state_indices": slots(0, 0)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments, message", BAD_CHUNK.values(), ids=BAD_CHUNK)
+def test_fires_in_chunk_kda(arguments, message) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        checked("chunk_kda", **arguments)
+
+
+@pytest.mark.parametrize("arguments", GOOD_CHUNK.values(), ids=GOOD_CHUNK)
+def test_passes_in_chunk_kda(arguments) -> None:
+    checked("chunk_kda", **arguments)
 
 
 @pytest.mark.parametrize("arguments, message", BAD.values(), ids=BAD)

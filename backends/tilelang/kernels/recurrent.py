@@ -8,12 +8,13 @@ k, q as the norm leaves them:
 which is S <- diag(a) S; S <- S + beta k (v - kᵀ S)ᵀ; o = scale qᵀ S with the state read once for both products.
 
 in: q, k [B, T, H, K]   v [B, T, HV, V]   g [B, T, HV, K]   beta [B, T, HV]   A_log [HV], dt_bias [HV * K] fp32
-    initial_state fp32 [N, HV, V, K] ([.., K, V]), or a pool [slots, ...] with indices [N] or [N, S] and accepted [N]
+    initial_state fp32, bf16 or fp16 [N, HV, V, K] ([.., K, V]), or a pool [slots, ...] with indices [N] or [N, S] and
+    accepted [N]
 out: o [B, T, HV, V], every row: 0 for padding and for sequences that start from a null slot
-    states: into initial_state itself, or final_state fp32, a row per sequence, or per token with indices [N, S]
+    states: into initial_state itself, or final_state in its dtype, a row per sequence, or per token with indices [N, S]
 
-Assumes that no slot is named twice, and bounds in range. Slots outside 1 .. slots - 1 are null and never touched, and
-so is what a count outside 1 .. S or a token past S would name.
+Assumes that no slot is named twice, and bounds in range. Slots outside first_slot .. slots - 1 are null and never
+touched, and so is what a count outside 1 .. S or a token past S would name.
 """
 
 from typing import Any
@@ -24,16 +25,16 @@ from kda.golden.constants import L2_NORM_EPS, L2_NORM_SHRINK
 
 from .activation import log2_gate, rate, sigmoid
 from .rows import LARGEST
-from .state import load_state, state_tensor, store_state
+from .state import load_state, store_state
 
 THREADS = 128
 ROW_THREADS = 8
 """Threads that share a column of the state in V-first memory: with four channels each they read 128 bytes of it."""
 
 
-def _slot(index: Any, slots: Any) -> Any:
-    """An index in int32, and 0 for any that names no slot: of 64 bits the lower 32 may be another slot's."""
-    return T.cast(T.if_then_else(T.And(index > 0, index < slots), index, T.cast(0, index.dtype)), "int32")
+def _slot(index: Any, first: int, slots: Any) -> Any:
+    """An index in int32, and -1 for any that names no slot: of 64 bits the lower 32 may be another slot's."""
+    return T.cast(T.if_then_else(T.And(index >= first, index < slots), index, T.cast(-1, index.dtype)), "int32")
 
 
 def state_fragment(block_V: int, K: int, state_v_first: bool) -> Any:
@@ -71,12 +72,14 @@ def fused_recurrent(
     use_beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = True,
+    state_dtype: str = "float32",
     has_initial_state: bool = False,
     has_final_state: bool = False,
     inplace: bool = False,
     gaps: bool = False,
     slot_dtype: str | None = None,
     slots_per_token: bool = False,
+    first_slot: int = 1,
     accepted_dtype: str | None = None,
     block_V: int = 64,
 ) -> Any:
@@ -86,7 +89,7 @@ def fused_recurrent(
     A_log and dt_bias exist with `use_gate`, lower_bound (a float) with `bounded_gate` too; cu_seqlens [N + 1] with
     `cu_dtype`, else seq_len (an int); indices with `slot_dtype`, [N, S] if `slots_per_token`; accepted with
     `accepted_dtype`. `inplace` writes to initial_state. Its slots are dense, `quads` times four elements apart and
-    aligned to 16 bytes; with `gaps` they need not be, and its four strides stand in place of quads.
+    aligned to four elements; with `gaps` they need not be, and its four strides stand in place of quads.
     """
     f32 = "float32"
     varlen = cu_dtype is not None
@@ -101,7 +104,7 @@ def fused_recurrent(
     seq_len_t = None if varlen else T.int32
     initial_state_t = None
     if has_initial_state:
-        initial_state_t = T.StridedTensor((slots, *state), T.dynamic("s0, s1, s2, s3"), f32)
+        initial_state_t = T.StridedTensor((slots, *state), T.dynamic("s0, s1, s2, s3"), state_dtype)
     quads_t = T.int32 if has_initial_state and not gaps else None
     stride_t = T.int64 if gaps else None
     indices_t = None
@@ -109,7 +112,7 @@ def fused_recurrent(
         indices_t = T.Tensor((sequences, S) if slots_per_token else (sequences,), slot_dtype)
     accepted_t = None if accepted_dtype is None else T.Tensor((sequences,), accepted_dtype)
     final_rows = B * L if slots_per_token else sequences
-    final_state_t = state_tensor(final_rows, HV, K, V, state_v_first) if has_final_state else None
+    final_state_t = T.Tensor((final_rows, *state), state_dtype) if has_final_state else None
 
     @T.prim_func
     def kda_fused_recurrent(
@@ -138,7 +141,7 @@ def fused_recurrent(
         if has_initial_state:
             dense = (4 * quads, state[1] * state[2], state[2], 1) if not gaps else None
             strides = (slot_stride, head_stride, row_stride, column_stride) if gaps else dense
-            initial_state = T.StridedTensor((slots, *state), strides, f32, data=initial_state.data)
+            initial_state = T.StridedTensor((slots, *state), strides, state_dtype, data=initial_state.data)
         # One more sequence than there are in the varlen form: the padding behind and before them.
         with T.Kernel((N1 if varlen else B) * HV * tiles, threads=THREADS) as block:
             column = block % tiles * block_V
@@ -149,7 +152,7 @@ def fused_recurrent(
             batch = T.alloc_var("int32")
             bos = T.alloc_var("int32")
             length = T.alloc_var("int32")
-            start = T.alloc_var("int32")  # slot; a call without slots has rows instead, and none of them is null
+            start = T.alloc_var("int32")  # slot, -1 for null; a call without slots has rows, and none of them is null
             lead = T.alloc_var("int32")  # padding before the first sequence, for the block that has all of it
             lead = 0
             if varlen:
@@ -164,15 +167,15 @@ def fused_recurrent(
                 length = seq_len
             start = n
             if slot_dtype is not None:
-                start = 0
+                start = -1
             if n < sequences:
                 if accepted_dtype is not None:
                     if T.And(accepted[n] >= 1, accepted[n] <= S):
-                        start = _slot(indices[n, T.cast(accepted[n], "int32") - 1], slots)
+                        start = _slot(indices[n, T.cast(accepted[n], "int32") - 1], first_slot, slots)
                 elif slots_per_token:
-                    start = _slot(indices[n, 0], slots)
+                    start = _slot(indices[n, 0], first_slot, slots)
                 elif slot_dtype is not None:
-                    start = _slot(indices[n], slots)
+                    start = _slot(indices[n], first_slot, slots)
 
             tile = T.alloc_fragment((block_V, K), f32)
             product = T.alloc_fragment((block_V, K), f32)
@@ -191,7 +194,7 @@ def fused_recurrent(
             b = T.alloc_var(f32)
             k_eps = T.alloc_var(f32)
             q_eps = T.alloc_var(f32)
-            if T.And(n < sequences, start >= (1 if slot_dtype is not None else 0)):
+            if T.And(n < sequences, start >= 0):
                 if has_initial_state:
                     load_state(initial_state, start, hv, column, state_v_first, tile)
                 else:
@@ -248,10 +251,10 @@ def fused_recurrent(
                     for i, j in T.Parallel(block_V, K):
                         tile[i, j] = tile[i, j] * a_s[j] + k_s[j] * delta[i]
                     if slots_per_token and inplace:
-                        slot = 0
+                        slot = -1
                         if t < S:
-                            slot = _slot(indices[n, t], slots)
-                        if slot > 0:
+                            slot = _slot(indices[n, t], first_slot, slots)
+                        if slot >= 0:
                             store_state(tile, initial_state, slot, hv, column, state_v_first)
                     if slots_per_token and has_final_state:
                         store_state(tile, final_state, batch * L + bos + t, hv, column, state_v_first)

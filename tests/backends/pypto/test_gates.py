@@ -22,7 +22,7 @@ from kda.golden import inputs
     [
         "L0 U0 V0 V1 V2 V3 T37 GVA EMPTY",
         "GMIX G-5 COLLINEAR CANCEL SOFTPLUS POISON STRIDES ALIAS",
-        "RECURRENT DECODE POOL SPECULATE",
+        "RECURRENT DECODE POOL SPECULATE CHUNKPOOL STATES16",
     ],
 )
 @in_its_own_process

@@ -136,6 +136,24 @@ def test_a_step_size_for_every_channel_is_refused(name: str) -> None:
         run(name, **dense(beta=torch.rand(B, 3, HV, 4)))
 
 
+def test_the_decoding_step_on_a_pool() -> None:
+    """Slot 0 holds a state, an engine's padding is negative, and its index tensors have rows to spare."""
+    pool = torch.randn(5, HV, K, 4).bfloat16()
+    call = dense(initial_state=pool.clone(), ssm_state_indices=torch.tensor([0, 3, -1, 9]))
+    expected, states = kda.fused_recurrent_kda(
+        **dense(initial_state=pool[[0, 3]]), state_v_first=False, output_final_state=True
+    )
+    o, returned = fused_recurrent_kda_fwd(**call)
+    assert returned is call["initial_state"]
+    torch.testing.assert_close(o, expected)
+    torch.testing.assert_close(returned[[0, 3]], states)
+    assert torch.equal(returned[[1, 2, 4]], pool[[1, 2, 4]])
+    call = dense(initial_state=pool.clone(), ssm_state_indices=torch.tensor([[0, 1, 2], [3, -1, 4], [-1, -1, -1]]))
+    o, returned = fused_recurrent_kda_fwd(**call, num_accepted_tokens=torch.tensor([1, 1, 0]))
+    torch.testing.assert_close(o, expected)
+    torch.testing.assert_close(returned[[2, 4]], states)
+
+
 def test_the_decoding_step_works_in_place_by_default_and_without_gradients() -> None:
     call = dense(initial_state=torch.randn(B, HV, K, 4))
     call["q"].requires_grad_()

@@ -43,6 +43,7 @@ class Noting(FakeBackend):
 
 def test_the_calls_are_those_of_the_case(register) -> None:
     ids = ("L0", "V0", "V2", "T37", "TAILS", "LAYOUT", "GVA", "STRIDES", "SOFTPLUS", "RECURRENT", "SPECULATE", "POOL",
+           "STATES16",
            "GRAD-RAW", "GRAD-PACKED", "GRAD-STATES")  # fmt: skip
     noting = register("noting", Noting())
     for id in ids:

@@ -36,7 +36,7 @@ class Tampered(WithoutBackward):
     def chunk_kda_backward(
         self, call: KdaCall, wanted: Collection[str], d_o: Tensor, d_final_state: Tensor | None
     ) -> Gradients:
-        arguments = {a.name: getattr(call, a.name) for a in ARGUMENTS["chunk_kda"]}
+        arguments = {a.name: getattr(call, a.name) for a in ARGUMENTS["chunk_kda"] if not a.written}
         found = golden.chunk_kda_backward_golden(*self.before(d_o, d_final_state), **arguments)
         self.after(found)
         return {name: found[name].to(getattr(call, name).dtype) for name in wanted}
@@ -140,7 +140,9 @@ def test_where_the_forward_stages_depart_already_they_are_named(register, monkey
         def stages(self, call: KdaCall) -> dict[str, Tensor]:
             with monkeypatch.context() as patch:
                 patch.setattr(stages, *WITHOUT_BETA)
-                return golden.chunk_kda_stages(**{a.name: getattr(call, a.name) for a in ARGUMENTS["chunk_kda"]})
+                return golden.chunk_kda_stages(
+                    **{a.name: getattr(call, a.name) for a in ARGUMENTS["chunk_kda"] if not a.written}
+                )
 
     register("tampered", WithTables(shifted_dg))
     (named,) = departures(outcome("GRAD-LAYOUT"))
