@@ -11,11 +11,14 @@ VARIABLES = {
     "KDA_BACKEND": "auto (default), tilelang, pypto or torch; the argument backend= wins over it",
     "KDA_EMULATE": "1 (true, yes, on): let backend=tilelang and backend=pypto run their kernels on CPU tensors, slowly",
     "KDA_KEEP_TABLE": "1 (true, yes, on): a forward pass of tilelang keeps its chunk table for the backward pass",
+    "KDA_SPLIT": "auto (default), off, or a number of chunks: the segments that tilelang cuts long sequences into",
     "KDA_CHECK": "1 (true, yes, on): also check argument values (cu_seqlens order, g <= 0, finite inputs)",
     "KDA_FLA": "1 (true, yes, on), when torch is imported: join flash-linear-attention's dispatch once it is imported",
 }
 """Every variable, with what it does."""
 
+
+_LONGEST = 2**25  # chunks: more than a call may have tokens for
 
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -33,6 +36,18 @@ def emulating() -> bool:
 def keeping_table() -> bool:
     """KDA_KEEP_TABLE: does a forward pass keep what would save the backward pass work, beside the inputs?"""
     return _is_on("KDA_KEEP_TABLE")
+
+
+def chunks_of_a_segment() -> int | None:
+    """KDA_SPLIT: how long are the segments that sequences are cut into? 0: they stay whole; None: as long as pays."""
+    text = os.environ.get("KDA_SPLIT", "").lower()
+    if text in ("", "auto"):
+        return None
+    if text == "off":
+        return 0
+    if text.isascii() and text.isdigit() and 0 < int(text) <= _LONGEST:
+        return int(text)
+    raise ValueError(f"KDA_SPLIT: expected auto, off or a number of chunks from 1 to {_LONGEST}, got {text!r}")
 
 
 def checking() -> bool:

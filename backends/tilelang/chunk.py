@@ -1,4 +1,5 @@
-"""A call of chunk_kda on its way to its kernels: plan -> prepare (tables.py) -> carry.
+"""A call of chunk_kda on its way to its kernels: plan -> prepare (tables.py) -> carry; where that pays, its sequences
+are cut into segments (split.py) before carry.
 
 No tensor value is read here, so that a call can be captured in a CUDA graph; everything runs on the current stream.
 """
@@ -12,20 +13,23 @@ import torch
 from torch import Tensor
 
 from kda.backends.call import KdaCall
+from kda.backends.environment import chunks_of_a_segment
 from kda.golden.constants import CHUNK_SIZE
 
 from .build import Kernel
 from .chunk_table import parts
 from .host import aligned, differentiated_in_bf16
+from .split import Split, make_split, run_split
 from .tables import Prepare, Tables, make_prepare, over_sequences, run_prepare
 
 CHUNK_DELTA_H = "chunk_delta_h.chunk_delta_h"
 
 
 class Launch(NamedTuple):
-    """What a call's shapes, dtypes and options decide: computed once for all calls that share them."""
+    """What a call's shapes, dtypes and options, and KDA_SPLIT, decide: computed once for all calls that share them."""
 
     prepare: Prepare
+    split: Split | None  # of calls that are cut
     carry: Kernel
 
 
@@ -46,22 +50,24 @@ def chunk_kda_keeping(call: KdaCall) -> tuple[Tensor, Tensor | None, tuple[Tenso
 
 
 def _run(call: KdaCall, *, with_ainv: bool) -> tuple[Tensor, Tensor | None, Tables]:
-    key = (__name__, with_ainv)
+    key = (__name__, with_ainv, chunks_of_a_segment())
     if (launch := call.memo.get(key)) is None:
         launch = call.memo[key] = make_launch(call, with_ainv=with_ainv)
     with torch.cuda.device_of(call.q):
         o = call.v.new_empty(call.v.shape, dtype=launch.prepare.dtype)
         t = run_prepare(call, launch.prepare, o)
         initial, final = _states(call)
-        launch.carry(t.table, t.decay, *initial, *t.sequences, o, *final)
+        walks = (*initial, *t.sequences) if launch.split is None else run_split(call, launch.split, t, initial)
+        launch.carry(t.table, t.decay, *walks, o, *final)
     return o if o.dtype == call.v.dtype else o.to(call.v.dtype), final[0] if final else None, t
 
 
 def make_launch(call: KdaCall, *, with_ainv: bool = False) -> Launch:
     """The kernels; with Ainv, which the forward pass doesn't read, the table serves the backward pass too."""
-    states = {"has_initial_state": call.initial_state is not None, "has_final_state": call.output_final_state}
-    prepare = make_prepare(call, with_ainv=with_ainv)
-    return Launch(prepare, over_sequences(call, "carry.carry", with_ainv=with_ainv, **states))
+    prepare, split = make_prepare(call, with_ainv=with_ainv), make_split(call, with_ainv=with_ainv)
+    starts = {"has_initial_state": call.initial_state is not None} if split is None else {"cut": True}
+    states = {"has_final_state": call.output_final_state, **starts}
+    return Launch(prepare, split, over_sequences(call, "carry.carry", with_ainv=with_ainv, **states))
 
 
 def stages(call: KdaCall) -> dict[str, Tensor]:

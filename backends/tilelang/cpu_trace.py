@@ -94,6 +94,8 @@ _SEQUENTIAL = {
     "fence_proxy_async": _nothing,
     "get_thread_binding": _thread,
     "annotate_layout": _nothing,
+    "annotate_producer_reg_dealloc": _nothing,
+    "annotate_consumer_reg_alloc": _nothing,
 }
 
 

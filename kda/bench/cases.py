@@ -100,6 +100,12 @@ class Case:
         }  # fmt: skip
 
 
+class Batch(Case):
+    """A batch of sequences of one length, without cu_seqlens."""
+
+    packed = False
+
+
 class Decode(Case):
     """A decoding step: one token, or a few as in drafting, for each of many sequences, from states into new ones."""
 
@@ -143,6 +149,7 @@ class Train(Case):
         return inputs
 
 
+UNEVEN = (40000, 10000, 9000, 6536)
 MIXED = (1300, 547, 2048, 963, 271, 3063)
 CASES: dict[str, Case] = {
     case.id: case
@@ -158,10 +165,16 @@ CASES: dict[str, Case] = {
         *(Train(f"train-H{H}", H, (8192,)) for H in (96, 64, 32, 16)),
         *(Train(f"train-H{H}-T32768", H, (32768,)) for H in (96, 64, 32, 16)),
         Train("train-H32-mixed", 32, MIXED),
+        *(Case(f"few-H{H}-T{T}", H, (T,)) for H in (4, 8, 16) for T in (8192, 32768, 65536, 131072)),
+        *(Case(f"few-H{H}-uneven", H, UNEVEN) for H in (4, 8, 16)),
+        Case("few-H8-8x8192", 8, (8192,) * 8),
+        *(Batch(f"few-H8-B{B}", 8, (8192,) * B) for B in (2, 4, 8)),
     )
 }
 TRAINING = tuple(id for id, case in CASES.items() if isinstance(case, Train))
 """These run where they are asked for: a backend that computes gradients by torch's formulas takes minutes for them."""
+FEW_HEADS = tuple(id for id in CASES if id.startswith("few-"))
+"""These run where they are asked for: as on one of several GPUs that share a model's heads."""
 HOST_CASE = "T64"
 """The case whose host time is taken: short, so that the device never makes the host wait."""
 PEER_CASES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kda
 from kda.bench import cases, measure, model
-from kda.bench.cases import CASES, HOST_CASE, PEER_CASES, TRAINING, Case, Decode, Train
+from kda.bench.cases import CASES, FEW_HEADS, HOST_CASE, PEER_CASES, TRAINING, Case, Decode, Train
 from kda.bench.measure import Ceilings, Measurement
 from kda.cli import options
 from kda.cli.console import Column, open_console, progress_bar, say, show_table
@@ -34,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--case", nargs="+", metavar="ID", dest="cases", help=f"these only, of {', '.join(CASES)}")
     training = "the training cases only (forward, backward, both, and peak memory), which else do not run"
     which.add_argument("--train", action="store_true", help=training)
+    few = "the cases of few heads and long sequences only, which else do not run"
+    which.add_argument("--few-heads", action="store_true", help=few)
     peers = f"flash-linear-attention beside it, on the cases named, else {', '.join(PEER_CASES)}: it tunes for minutes"
     parser.add_argument("--peers", action="store_true", help=peers)
     modelled = f"do not time them: run a performance model of the backend on them, or on {', '.join(model.SMALL)}"
@@ -110,13 +112,20 @@ def _with_own_sigmoid(
     return operator(beta=beta.sigmoid() if use_beta_sigmoid_in_kernel else beta, **inputs)
 
 
+def _group(args: argparse.Namespace) -> Sequence[str]:
+    """The cases that run where none is named."""
+    if args.train or args.few_heads:
+        return TRAINING if args.train else FEW_HEADS
+    return [id for id in CASES if id not in TRAINING + FEW_HEADS]
+
+
 def _run_all(
     console: Console, args: argparse.Namespace, backend: str, device: torch.device,
     peers: dict[str, Callable[..., Any]], ended: Callable[[Measurement], None],
 ) -> None:  # fmt: skip
     """Call `ended` with each measurement; that is a line, where there is no terminal to show a bar."""
     on_device = device.type != "cpu"
-    chosen = args.cases or [id for id in CASES if (id in TRAINING) == args.train]
+    chosen = args.cases or _group(args)
     with progress_bar(console) as progress:
         task = progress.add_task("", total=len(chosen))
         for id in chosen:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -236,6 +238,20 @@ def _both(result: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
     o, state = result
     assert state is not None
     return o, state
+
+
+@contextlib.contextmanager
+def cut_into_segments(setting: str) -> Iterator[None]:
+    """Inside, KDA_SPLIT is this; backends that don't cut sequences take no notice."""
+    before = os.environ.get("KDA_SPLIT")
+    os.environ["KDA_SPLIT"] = setting
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["KDA_SPLIT"]
+        else:
+            os.environ["KDA_SPLIT"] = before
 
 
 def tokens(inputs: Inputs, start: int, stop: int) -> Inputs:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from kda import golden
-from kda.gates.case import COLLINEAR_BF16_LIMIT, COLLINEAR_LIMIT, Inputs, Run, case, recurrence
+from kda.gates.case import COLLINEAR_BF16_LIMIT, COLLINEAR_LIMIT, Inputs, Run, case, cut_into_segments, recurrence
 
 DECAYS: dict[str, tuple[str, float | str]] = {
     "G-1.5": ("log decay -1.5 throughout", -1.5),
@@ -61,6 +61,31 @@ def _near_identical(run: Run, inputs: Inputs, label: str) -> None:
     results = zip(("o", "state"), run.chunk_kda(**inputs), recurrence(**inputs), strict=True)
     for what, actual, expected in results:
         run.close(f"{label} {what}".strip(), actual, expected, float("inf"), COLLINEAR_BF16_LIMIT)
+
+
+@case(
+    "SPLIT", "sequences in segments of 1 to 3 chunks, where a backend cuts them: lengths, decays, near-identical keys"
+)
+def split(run: Run) -> None:
+    with cut_into_segments("1"):
+        sizes = range(0, 201, run.cut(1, 50))
+        run.accuracy(run.stable(1, sum(sizes), 1, lengths=sizes), "lengths 0 to 200")
+        run.accuracy(run.stable(1, 200, 2, 128, V=64, HV=4, state_v_first=False, initial_state=True), "HV 4 H 2 V 64")
+    with cut_into_segments("2"):
+        for gate in (0.0, -5.0, "mixed"):
+            for label, inputs in (
+                ("fixed length", run.stable(2, run.cut(500, 150), 2, 64, gate=gate, V=128, initial_state=True)),
+                ("packed", run.stable(1, 400, 2, gate=gate, lengths=[13, 0, run.cut(350, 100)], initial_state=True)),
+            ):
+                run.accuracy(inputs, f"{label}, gate {gate}", stable=gate != 0.0)
+    with cut_into_segments("3"):
+        inputs = golden.inputs.collinear(1, run.cut(512, 128), 2, dtype=run.dtype, device=run.device)
+        _near_identical(run, inputs, "near-identical keys")
+        inputs = run.stable(1, run.cut(700, 150), 2, lengths=[run.cut(636, 86), 64], initial_state=True)
+        o, state = run.chunk_kda(**inputs)
+        again_o, again_state = run.chunk_kda(**inputs)
+        run.same_bits("once more, o", again_o, o)
+        run.same_bits("once more, state", again_state, state)
 
 
 @case("CANCEL", "the worst cancellation in u - wS of 64 random rescalings")

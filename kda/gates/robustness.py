@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kda.backends.call import PER_TOKEN
-from kda.gates.case import Inputs, Run, Skip, case, tokens
+from kda.gates.case import Inputs, Run, Skip, case, cut_into_segments, tokens
 
 
 @case("DETERMINISM", "the same inputs give the same bits")
@@ -152,6 +152,12 @@ def graph(run: Run) -> None:
         raise Skip("CUDA graphs need a CUDA device")
     if run.backend == "torch":
         raise Skip("the backend torch reads cu_seqlens on the host, which no graph can capture")
+    for setting in ("auto", "1"):  # whole sequences at this size, and segments of one chunk
+        with cut_into_segments(setting):
+            _replay(run, "" if setting == "auto" else "in segments, ")
+
+
+def _replay(run: Run, label: str) -> None:
     fixed = run.raw(1, 500, 2, lengths=[100, 0, 337], initial_state=True)
     _warm_up(run, fixed)
     recorded = torch.cuda.CUDAGraph()
@@ -164,9 +170,9 @@ def graph(run: Run) -> None:
                 x.copy_(fresh[name])
         recorded.replay()
         expected_o, expected_state = run.chunk_kda(**fresh)
-        run.same_bits(f"{lengths} o", o, expected_o)
-        run.same_bits(f"{lengths} state", state, expected_state)
-        run.accuracy(fresh, str(lengths), stable=False)
+        run.same_bits(f"{label}{lengths} o", o, expected_o)
+        run.same_bits(f"{label}{lengths} state", state, expected_state)
+        run.accuracy(fresh, f"{label}{lengths}", stable=False)
 
 
 def _warm_up(run: Run, inputs: Inputs) -> None:

@@ -17,8 +17,11 @@ from kda.backends.tilelang.kernels.carry import carry
 from kda.backends.tilelang.kernels.chunk_delta_h import chunk_delta_h
 from kda.backends.tilelang.kernels.chunk_o import chunk_o
 from kda.backends.tilelang.kernels.plan import plan
+from kda.backends.tilelang.kernels.plan_segments import plan_segments
 from kda.backends.tilelang.kernels.recurrent import fused_recurrent
+from kda.backends.tilelang.kernels.scan import scan
 from kda.backends.tilelang.kernels.sm90.prepare import prepare as prepare_sm90
+from kda.backends.tilelang.kernels.summary import summary
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
@@ -33,6 +36,7 @@ and a thread holds the decays of two blocks of rows all the time: what is spille
 SHAPE = {"HV": 32, "K": 128, "V": 128, "dtype": "bfloat16"}
 STATES = {"has_initial_state": True, "has_final_state": True}
 CARRY = SHAPE | STATES | {"with_ainv": False}
+CUT = SHAPE | {"with_ainv": False}
 PRODUCTION = {"use_qk_l2norm": True, "use_gate": True, "bounded_gate": True, "use_beta_sigmoid": True}
 D_STATES = {"has_d_final_state": True, "has_d_initial_state": True}
 RAW = {"H": 32, "g_dtype": "bfloat16", "beta_dtype": "bfloat16"}
@@ -53,6 +57,13 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "carry, 128 columns": (carry, CARRY | {"block_V": 128}),
     "carry, 64 columns": (carry, CARRY | {"block_V": 64, "with_ainv": True}),
     "carry, packed": (carry, CARRY | {"block_V": 128, "varlen": True}),
+    "carry, of segments": (carry, CUT | {"has_final_state": True, "cut": True}),
+    "carry, of segments, packed": (carry, CUT | {"has_final_state": True, "cut": True, "varlen": True}),
+    "plan_segments": (plan_segments, {"HV": 8, "tiles": 2, "processors": 132, "cu_dtype": "int64"}),
+    "summary": (summary, CUT),
+    "summary, packed, fp16": (summary, CUT | {"varlen": True, "dtype": "float16"}),
+    "scan": (scan, SHAPE | {"has_initial_state": True}),
+    "scan, packed, fp16": (scan, SHAPE | {"has_initial_state": False, "varlen": True, "dtype": "float16"}),
     "chunk_delta_h, 64 columns": (chunk_delta_h, SHAPE | STATES),
     "chunk_delta_h, 128 columns, packed": (chunk_delta_h, SHAPE | STATES | {"block_V": 128, "varlen": True}),
     "chunk_o": (chunk_o, SHAPE),

@@ -53,7 +53,8 @@ def test_other_gpus_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "id", ["V0", "LAYOUT", "GVA", "EMPTY", "PADDING", "POISON", "STRIDES", "ALIAS", "GMIX", "SOFTPLUS", "DECODE"]
+    "id",
+    ["V0", "LAYOUT", "GVA", "EMPTY", "PADDING", "POISON", "STRIDES", "ALIAS", "GMIX", "SPLIT", "SOFTPLUS", "DECODE"],
 )
 def test_gates(emulate, id):
     result = run_case(CASES[id], "tilelang", torch.device("cpu"), torch.bfloat16)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import kda
-from kda.bench.cases import CASES, HOST_CASE, MIXED, PEER_CASES, TRAINING, Case, Decode, Train
+from kda.bench.cases import CASES, FEW_HEADS, HOST_CASE, MIXED, PEER_CASES, TRAINING, Batch, Case, Decode, Train
 
 pytestmark = pytest.mark.usefixtures("one_thread", "plain_environment")
 
@@ -19,6 +19,9 @@ def test_the_table_of_cases() -> None:
     assert set(PEER_CASES) <= set(CASES) and CASES[HOST_CASE].tokens == 64
     training = [(CASES[id].H, CASES[id].lengths) for id in TRAINING]
     assert training == [(H, (T,)) for T in (8192, 32768) for H in (96, 64, 32, 16)] + [(32, MIXED)]
+    few = {(CASES[id].H, CASES[id].lengths, CASES[id].packed) for id in FEW_HEADS}
+    assert {(H, (T,), False) for H in (4, 8, 16) for T in (8192, 32768, 65536, 131072)} <= few
+    assert {(8, (8192,) * B, False) for B in (2, 4, 8)} | {(8, (8192,) * 8, True)} <= few
 
 
 def test_bytes_by_hand() -> None:
@@ -31,7 +34,13 @@ def test_bytes_by_hand() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [Case("one", 3, (70,)), Case("packed", 2, (5, 64, 7)), Case("K", 2, (9,), 64, 32), Decode("B", 2, (4, 4, 4))],
+    [
+        Case("one", 3, (70,)),
+        Case("packed", 2, (5, 64, 7)),
+        Batch("batch", 2, (9, 9)),
+        Case("K", 2, (9,), 64, 32),
+        Decode("B", 2, (4, 4, 4)),
+    ],
 )
 def test_bytes_are_those_of_the_tensors(case: Case) -> None:
     inputs = case.inputs(torch.device("cpu"), torch.bfloat16)

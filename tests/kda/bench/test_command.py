@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kda
 from kda.bench import command
-from kda.bench.cases import CASES, TRAINING, Case
+from kda.bench.cases import CASES, FEW_HEADS, TRAINING, Case
 from kda.bench.measure import Ceilings, Measurement
 from kda.cli import main
 
@@ -153,7 +153,7 @@ def test_the_table_of_training_shows_each_figure_and_fits_80_columns(capsys: pyt
     assert max(map(len, rows)) <= 80 and "a wider terminal shows" in out
 
 
-def test_training_runs_alone_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_and_few_heads_run_where_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def quick(case: Case, operator: str, *_: object, **__: object) -> Measurement:
         return Measurement(case, operator, 1.0)
 
@@ -161,11 +161,11 @@ def test_training_runs_alone_where_it_is_asked_for(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("kda.bench.measure.measure_training", quick)
     file = tmp_path / "bench.json"
     ran = {}
-    for option in ((), ("--train",)):
+    for option in ((), ("--train",), ("--few-heads",)):
         assert main(["bench", "--device", "cpu", *option, "--json", str(file)]) == 0
         ran[option] = [m["case"] for m in json.loads(file.read_text())["measurements"]]
-    assert ran["--train",] == list(TRAINING) and set(TRAINING).isdisjoint(ran[()])
-    assert {*ran[()], *TRAINING} == set(CASES)
+    assert ran["--train",] == list(TRAINING) and ran["--few-heads",] == list(FEW_HEADS)
+    assert ran[()] == [id for id in CASES if id not in TRAINING + FEW_HEADS]
 
 
 def test_a_run_that_is_ended_keeps_what_it_has(
