@@ -22,7 +22,7 @@ from kda.golden.constants import CHUNK_SIZE
 from .build import Kernel, build, processors, target_for
 from .chunk import CHUNK_DELTA_H, snapshots
 from .host import aligned, differentiated_in_bf16, dtypes, gate
-from .tables import KERNELS, Prepare, block_V, make_prepare, over_sequences, raw, run_prepare
+from .tables import KERNELS, NARROW, Prepare, block_V, make_prepare, over_sequences, raw, run_prepare
 
 
 class Launch(NamedTuple):
@@ -59,11 +59,13 @@ def make_launch(call: KdaCall, **states: bool) -> Launch:
     """The kernels; `states` says which of the states' gradients come in and go out."""
     types = dtypes(call)
     gradients = {"K": call.K, "g_dtype": types["g_dtype"], "beta_dtype": types["beta_dtype"]}
-    blocks = call.N * call.HV * call.V // block_V(call)
+    # The longest sequence of a packed call is walked long after the others: half as long by tiles half as wide.
+    columns = block_V(call) if call.cu_seqlens is None else NARROW
+    blocks = call.N * call.HV * call.V // columns
     return Launch(
         make_prepare(call, with_ainv=True, **gradients),
-        over_sequences(call, CHUNK_DELTA_H, has_initial_state=call.initial_state is not None),
-        over_sequences(call, "backward.carry.carry", **states),
+        over_sequences(call, CHUNK_DELTA_H, columns, has_initial_state=call.initial_state is not None),
+        over_sequences(call, "backward.carry.carry", columns, **states),
         build(target_for(call.q.device), f"{KERNELS}.backward.prepare.prepare", **raw(call)),
         2 * blocks <= processors(call.q.device),
     )

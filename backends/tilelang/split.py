@@ -20,13 +20,10 @@ from kda.golden.constants import CHUNK_SIZE
 from .build import Kernel, build, processors, target_for
 from .chunk_table import num_entries
 from .segments import WHOLE, best_size, may_pay
-from .tables import KERNELS, Tables, block_V, heads
+from .tables import KERNELS, NARROW, Tables, block_V, heads
 
 MOST_SEQUENCES = 4096
 """Of a packed call that is cut: ranking its segments costs N² reads."""
-
-COLUMNS = 64
-"""Rows or columns of a head's tiles that a block has in registers."""
 
 
 class Split(NamedTuple):
@@ -90,7 +87,7 @@ def _cut(call: KdaCall) -> tuple[int, int]:
         if asked is not None:
             return asked, num_entries(call.T, call.N, varlen=True) // asked
         blocks = call.HV * _tiles(call)
-        pays = block_V(call) == COLUMNS and may_pay(chunks, blocks, on)
+        pays = block_V(call) == NARROW and may_pay(chunks, blocks, on)
         return 0, on // blocks if pays else 0
     size = best_size(chunks, call.N * call.HV * _tiles(call), on) if asked is None else asked
     return size, call.N * (-(-chunks // size) - 1)
@@ -98,4 +95,4 @@ def _cut(call: KdaCall) -> tuple[int, int]:
 
 def _tiles(call: KdaCall) -> int:
     """Blocks of a segment and value head, the most that one of the kernels has."""
-    return max(call.K, call.V) // COLUMNS
+    return max(call.K, call.V) // NARROW

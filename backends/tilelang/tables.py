@@ -19,6 +19,9 @@ KERNELS = f"{__package__}.kernels"
 PREPARE = {CPU: f"{KERNELS}.prepare.prepare", HOPPER: f"{KERNELS}.sm90.prepare.prepare"}
 """prepare's twins."""
 
+NARROW = 64
+"""Columns of V that a warpgroup has in registers."""
+
 
 class Prepare(NamedTuple):
     """What a call's shapes, dtypes and options decide about M1 to M3."""
@@ -100,14 +103,17 @@ def heads(call: KdaCall) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def over_sequences(call: KdaCall, builder: str, **options: bool) -> Kernel:
-    """A kernel that walks the chunks; `options` are its own, such as which states it reads and writes."""
+def over_sequences(call: KdaCall, builder: str, columns: int | None = None, **options: bool) -> Kernel:
+    """A kernel that walks the chunks, by default with `block_V` columns of V in a block.
+
+    `options` are its own, such as which states it reads and writes.
+    """
     return build(
-        target_for(call.q.device), f"{KERNELS}.{builder}", state_v_first=call.state_v_first, block_V=block_V(call),
-        **options, **heads(call),
+        target_for(call.q.device), f"{KERNELS}.{builder}", state_v_first=call.state_v_first,
+        block_V=block_V(call) if columns is None else columns, **options, **heads(call),
     )  # fmt: skip
 
 
 def block_V(call: KdaCall) -> int:
-    """All of V where that occupies most processors, else a warpgroup's 64: a second tile reads all but u again."""
-    return call.V if 0.7 * processors(call.q.device) <= call.N * call.HV else 64
+    """All of V where that occupies most processors, else a warpgroup's: a second tile reads all but u again."""
+    return call.V if 0.7 * processors(call.q.device) <= call.N * call.HV else NARROW

@@ -158,6 +158,15 @@ def test_they_are_the_ones_that_a_training_step_takes(
     assert list(dict.fromkeys(taken)) == wanted(call)
 
 
+@pytest.mark.usefixtures("nothing_is_built")
+@pytest.mark.parametrize(("lengths", "columns"), [(None, 128), ([5, 15], 64)])
+def test_gradients_of_packed_calls_are_walked_by_narrow_tiles(lengths: list[int] | None, columns: int) -> None:
+    call = recorded(checked("chunk_kda", **inputs.raw(1, 20, 1, 64, V=128, lengths=lengths, initial_state=True)))
+    found = {spec.builder.removeprefix(f"{KERNELS}."): dict(spec.parameters).get("block_V") for spec in wanted(call)}
+    assert found["carry.carry"] == 128
+    assert found["chunk_delta_h.chunk_delta_h"] == found["backward.carry.carry"] == columns
+
+
 @pytest.mark.usefixtures("nothing_is_built", "hopper")
 @pytest.mark.parametrize("keep", ["0", "1"])
 def test_gradients_of_fp16_are_computed_in_bf16(monkeypatch: pytest.MonkeyPatch, keep: str) -> None:
