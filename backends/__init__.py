@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from kda.backends import environment
 from kda.backends.call import ARGUMENTS, KdaCall
-from kda.backends.pool import start_states
+from kda.backends.pool import checkpoints_without_tokens, start_states
 
 _PACKAGES = ("tilelang", "pypto", "torch")
 _FOR_DEVICE = {"cuda": "tilelang", "npu": "pypto"}
@@ -151,6 +151,7 @@ def run(name: str, call: KdaCall) -> tuple[Tensor, Tensor | None]:
     """o `[B, T, HV, V]` and the states of a call that backend `name` takes."""
     if call.B * call.T == 0:
         o = call.v.new_zeros(call.v.shape) if call.out is None else call.out.zero_()
+        checkpoints_without_tokens(call)
         return o, _states_without_tokens(call)
     backend = load(name)
     o, states = getattr(backend, call.op)(call)

@@ -65,6 +65,11 @@ class KdaCall:
     has_initial_state: Tensor | None = field(default=None, metadata=_CHUNK)  # [N] bool: False starts from zeros
     null_slot: int | None = field(default=0, metadata=_KEYWORD)  # 0: slot 0 is none; None: it is one like any other
     out: Tensor | None = field(default=None, metadata=_WRITTEN)  # [B, T, HV, V] of v's dtype: o goes there
+    checkpoint_offsets: Tensor | None = field(default=None, metadata=_CHUNK)  # [N] int32 or int64: tokens, or negative
+    # [N, HV, V, K]: the state of sequence n after so many tokens
+    checkpoint_states: Tensor | None = field(default=None, metadata=_CHUNK | _WRITTEN)
+    # [B, chunks, HV, V, K], packed [chunks, ...]: the state before every chunk
+    chunk_states: Tensor | None = field(default=None, metadata=_CHUNK | _WRITTEN)
 
     # Shared by all calls of the same shapes, dtypes, devices and options: what a backend derives from these alone.
     memo: dict[Any, Any] = field(default_factory=dict)

@@ -66,7 +66,7 @@ def with_dense_states(call: KdaCall, run: Callable[[KdaCall], Result]) -> Result
     dense = replace(
         call, initial_state=start_states(call), ssm_state_indices=None, has_initial_state=None, null_slot=0,
         inplace_final_state=False, output_final_state=call.output_final_state or call.inplace_final_state,
-        memo=call.memo.setdefault(__name__, {}),
+        checkpoint_offsets=_live_offsets(call), memo=call.memo.setdefault(__name__, {}),
     )  # fmt: skip
     o, final = run(dense)
     live = None if slots is None else known(call, slots)
@@ -81,6 +81,19 @@ def with_dense_states(call: KdaCall, run: Callable[[KdaCall], Result]) -> Result
         return o, state if call.output_final_state else None
     final = final if live is None else final.masked_fill(~_by_row(live), 0.0)
     return o, final.to(call.final_dtype)
+
+
+def checkpoints_without_tokens(call: KdaCall) -> None:
+    """The snapshots of a call whose sequences are all empty: the states that they start from."""
+    if call.checkpoint_states is not None and (offsets := _live_offsets(call)) is not None:
+        rows = torch.arange(call.N, device=call.q.device)
+        put_back(call.checkpoint_states, rows, offsets == 0, start_states(call))
+
+
+def _live_offsets(call: KdaCall) -> Tensor | None:
+    """`checkpoint_offsets`, -1 for sequences that take no part."""
+    offsets, slots = call.checkpoint_offsets, call.ssm_state_indices
+    return offsets if offsets is None or slots is None else offsets.where(known(call, slots), -1)
 
 
 def _null_tokens(call: KdaCall, live: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ class Call:
     ssm_state_indices: Tensor | None = None  # [N]; in `RecurrentCall` also [N, S], one slot per drafted token
     has_initial_state: Tensor | None = field(default=None, kw_only=True)  # [N] bool; of chunk_kda alone
     null_slot: int | None = field(default=0, kw_only=True)
+    checkpoint_offsets: Tensor | None = field(default=None, kw_only=True)  # for what the golden writes not
 
     starts: Tensor = field(init=False)  # [N] first token of each sequence
     lengths: Tensor = field(init=False)  # [N] tokens of each sequence; 0 for one that starts from no slot

@@ -37,6 +37,9 @@ def chunk_kda(
     has_initial_state: Tensor | None = None,
     null_slot: int | None = 0,
     out: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_states: Tensor | None = None,
+    chunk_states: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention over whole sequences, chunk by chunk (arXiv:2510.26692).
@@ -76,6 +79,11 @@ def chunk_kda(
         has_initial_state: bool `[N]`: where it is False, the sequence starts from zeros whatever its slot or row holds.
         null_slot: 0 as above, or None: slot 0 is one like any other, and only indices that name no slot are null.
         out: as v: o is written there, and `out` itself is returned. Not while autograd records.
+        checkpoint_offsets: int32 or int64 `[N]`: the state of sequence n after its first `checkpoint_offsets[n]` tokens
+            is written to row n of `checkpoint_states`. A multiple of 64, at most the sequence's length; -1 for none.
+        checkpoint_states: `[N, HV, V, K]`, any float dtype.
+        chunk_states: any float dtype, `[B, ceil(T / 64), HV, V, K]`, or packed `[chunks, HV, V, K]`: the state before
+            every chunk of 64 tokens is written there, those of a sequence in a row, one sequence after the other.
         backend: "auto", "tilelang", "pypto" or "torch"; None reads the environment's KDA_BACKEND, default "auto".
 
     Returns:
@@ -92,7 +100,8 @@ def chunk_kda(
         "allow_neg_eigval": allow_neg_eigval, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound,
         "cu_seqlens": cu_seqlens, "state_v_first": state_v_first, "inplace_final_state": inplace_final_state,
         "ssm_state_indices": ssm_state_indices, "has_initial_state": has_initial_state, "null_slot": null_slot,
-        "out": out, "backend": backend,
+        "out": out, "checkpoint_offsets": checkpoint_offsets, "checkpoint_states": checkpoint_states,
+        "chunk_states": chunk_states, "backend": backend,
     })  # fmt: skip
 
 

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 from kda.backends.call import DIFFERENTIABLE, WRITTEN, KdaCall, state_dtype
-from kda.require import INTS, require_device, require_dtype, require_shape, require_tensor, shape_of
+from kda.golden.constants import CHUNK_SIZE
+from kda.require import FLOATS, INTS, require_device, require_dtype, require_shape, require_tensor, shape_of
 
 
 def check_states(call: KdaCall) -> None:
     """What shapes, dtypes and devices can decide."""
     _check_state(call)
     _check_pool(call)
+    _check_snapshots(call)
     if call.null_slot not in (None, 0) or isinstance(call.null_slot, bool):
         raise ValueError(f"null_slot: expected 0 or None, got {call.null_slot!r}")
 
@@ -87,6 +89,34 @@ def _check_pool(call: KdaCall) -> None:
         if call.initial_state is None:
             raise ValueError("has_initial_state: expected an initial_state beside it, got initial_state=None")
         require_shape("has_initial_state", has_initial, (call.N,), "[N]")
+
+
+def _check_snapshots(call: KdaCall) -> None:
+    offsets, states, chunks = call.checkpoint_offsets, call.checkpoint_states, call.chunk_states
+    spelled = "HV, V, K" if call.state_v_first else "HV, K, V"
+    if (offsets is None) != (states is None):
+        given, missing = ("offsets", "states") if states is None else ("states", "offsets")
+        raise ValueError(f"checkpoint_{missing}: expected a tensor beside checkpoint_{given}, got None")
+    if offsets is not None and states is not None:
+        require_tensor("checkpoint_offsets", offsets)
+        require_dtype("checkpoint_offsets", offsets, *INTS)
+        require_device("checkpoint_offsets", offsets, call.q)
+        require_shape("checkpoint_offsets", offsets, (call.N,), "[N]")
+        _check_buffer("checkpoint_states", states, call, (call.N, *call.state_shape), f"[N, {spelled}]")
+    if chunks is not None:
+        if call.cu_seqlens is None:
+            shape = (call.B, -(-call.T // CHUNK_SIZE), *call.state_shape)
+            _check_buffer("chunk_states", chunks, call, shape, f"[B, ceil(T / {CHUNK_SIZE}), {spelled}]")
+        else:
+            rows = chunks.shape[0] if isinstance(chunks, Tensor) and chunks.dim() else 0
+            _check_buffer("chunk_states", chunks, call, (rows, *call.state_shape), f"[chunks, {spelled}]")
+
+
+def _check_buffer(name: str, x: Tensor, call: KdaCall, shape: tuple[int, ...], spelled: str) -> None:
+    require_tensor(name, x)
+    require_dtype(name, x, *FLOATS)
+    require_device(name, x, call.q)
+    require_shape(name, x, shape, spelled)
 
 
 def _check_writable(name: str, x: Tensor, asked_by: str) -> None:

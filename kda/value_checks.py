@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kda.backends.call import KdaCall
+from kda.golden.constants import CHUNK_SIZE
 
-_BY_SEQUENCE = ("ssm_state_indices", "num_accepted_tokens")
+_BY_SEQUENCE = ("ssm_state_indices", "num_accepted_tokens", "checkpoint_offsets")
 
 
 def check_values(call: KdaCall) -> None:
@@ -40,6 +41,10 @@ def check_values(call: KdaCall) -> None:
         _require("g", call.g, torch.isfinite, "finite values (raw gate)", read)
     else:
         _require("g", call.g, lambda g: g <= 0, "log decays in [-inf, 0]", read)
+    if (offsets := call.checkpoint_offsets) is not None:
+        ends = torch.tensor([end - begin for begin, end in bounds], device=offsets.device)
+        _require("checkpoint_offsets", offsets, lambda x: (x < 0) | (x % CHUNK_SIZE == 0) & (x <= ends),
+                 f"multiples of {CHUNK_SIZE} within the sequence, or -1")  # fmt: skip
     for name in ("A_log", "dt_bias"):
         _require(name, getattr(call, name), torch.isfinite, "finite values")
 

@@ -16,6 +16,7 @@ from .carry import Carried, carry
 from .inverse import inverse
 from .layout import Layout, Piece, sequences
 from .scores import scores
+from .snapshots import write_snapshots
 from .walk import initial_states, kv_layout, walk
 from .wy import wy
 
@@ -37,11 +38,18 @@ def _chunk_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     def body(piece: Piece, x: Inputs, S: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         m4 = _carry(_prepare(call, piece, x), S)
         o = torch.stack(m4.o).unflatten(1, S.shape[:2])
-        return {"o": piece.to_rows(o.to(call.v.dtype))}, m4.final_state.view_as(S)
+        rows = {"o": piece.to_rows(o.to(call.v.dtype))}
+        if snapshots:
+            rows["h"] = torch.stack(m4.h).unflatten(1, S.shape[:2]).flatten(0, 1)
+        return rows, m4.final_state.view_as(S)
 
+    snapshots = call.checkpoint_offsets is not None or call.chunk_states is not None
     layout = _layout(call, lambda longest: min(CHUNK_SIZE, 1 << max(longest - 1, 0).bit_length()))
     results, final = walk(call, layout, initial_states(call), body)
     o = layout.by_token(results["o"]).view(call.v.shape) if results else call.v.new_zeros(call.v.shape)
+    if snapshots:
+        h = layout.by_chunk(results["h"]) if results else final[:0]
+        write_snapshots(call, kv_layout(call, h), kv_layout(call, final))
     return o, kv_layout(call, final).contiguous() if call.output_final_state else None
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import kda
 from kda.backends.call import Op
+from kda.golden.constants import CHUNK_SIZE
 
 P = ParamSpec("P")
 
@@ -26,13 +27,15 @@ class Translated(NamedTuple):
     op: Op
     values: dict[str, Any]  # arguments of our operator
     o_dtype: torch.dtype  # that FLA returns o in
+    h_shape: tuple[int, ...] = ()  # of the states before every chunk, where FLA returns them
 
     def run(self) -> tuple[Any, ...]:
         """o and the final state, as FLA returns them."""
         o, state = getattr(kda, self.op)(**self.values)
         if state is not None and not self.values.get("inplace_final_state"):
             state = state.float()
-        return o.to(self.o_dtype), state
+        h = self.values.get("chunk_states")
+        return (o.to(self.o_dtype), state) if h is None else (o.to(self.o_dtype), state, h.view(self.h_shape))
 
 
 def _operator(translate: Callable[P, Translated]) -> Callable[P, tuple[Any, ...]]:
@@ -81,13 +84,15 @@ def chunk_kda(
     kernels: they are taken and change nothing here, and so does any other keyword, as in FLA.
 
     Returns:
-        `o` in q's dtype, and the final state in fp32, or None without `output_final_state`.
+        `o` in q's dtype, and the final state in fp32, or None without `output_final_state`. With
+        `return_intermediate_states` also the state before every chunk, `[B, NT, HV, K, V]` in q's dtype.
 
     Raises:
         ValueError: as FLA raises it (`chunk_size`, `safe_gate` without `lower_bound`, ...), and as `kda.chunk_kda`.
-        NotImplementedError: `cp_context` or `return_intermediate_states` is asked for.
+        NotImplementedError: `cp_context` is given.
     """
-    _refuse(cp_context=cp_context is not None, return_intermediate_states=return_intermediate_states)
+    if cp_context is not None:
+        raise NotImplementedError("`cp_context`: expected to be left out, since kda-ops does not have it")
     if chunk_size not in (32, 64):
         raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}.")
     if safe_gate and use_gate_in_kernel and lower_bound is None:
@@ -99,7 +104,11 @@ def chunk_kda(
         "allow_neg_eigval": allow_neg_eigval, "state_v_first": _state_v_first(state_v_first, others),
         "cu_seqlens": cu_seqlens,
     }  # fmt: skip
-    return Translated("chunk_kda", inputs | options, q.dtype)
+    if not return_intermediate_states:
+        return Translated("chunk_kda", inputs | options, q.dtype)
+    h = _intermediate_states(q, v, chunk_size, bool(options["state_v_first"]), cu_seqlens, cu_seqlens_cpu)
+    values = inputs | options | {"chunk_states": h if cu_seqlens is None else h[0]}
+    return Translated("chunk_kda", values, q.dtype, tuple(h.shape))
 
 
 @_operator
@@ -138,10 +147,25 @@ def fused_recurrent_kda(
     return Translated("fused_recurrent_kda", inputs | options, v.dtype)
 
 
-def _refuse(**asked: bool) -> None:
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise NotImplementedError(f"`{name}`: expected to be left out, since kda-ops does not have it")
+def _intermediate_states(
+    q: Tensor, v: Tensor, chunk_size: int, v_first: bool, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
+) -> Tensor:
+    """Where the states before every chunk go, `[B, NT, HV, K, V]` in q's dtype; NT counts all chunks where B = 1 packs.
+
+    Their number in a packed batch depends on the values of cu_seqlens, as it does in FLA.
+    """
+    if not torch.is_inference_mode_enabled():
+        raise ValueError("return_intermediate_states is only allowed in inference mode")
+    if chunk_size != CHUNK_SIZE:
+        raise NotImplementedError(
+            f"`chunk_size`: expected {CHUNK_SIZE} with return_intermediate_states, got {chunk_size}"
+        )
+    chunks = -(-q.shape[1] // CHUNK_SIZE)
+    if cu_seqlens is not None:
+        lengths = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).diff()
+        chunks = int(((lengths + CHUNK_SIZE - 1) // CHUNK_SIZE).sum())
+    rows, columns = (v.shape[-1], q.shape[-1]) if v_first else (q.shape[-1], v.shape[-1])
+    return q.new_empty(q.shape[0], chunks, v.shape[2], rows, columns)
 
 
 def _refuse_beta_per_channel(v: Tensor, beta: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kda import golden
 from kda.backends.call import PER_TOKEN
 from kda.gates.case import O_LIMIT, STATE_LIMIT, Run, case, recurrence
 
@@ -58,3 +59,22 @@ def half(run: Run) -> None:
             pooled_o, _ = operator(**{**inputs, "initial_state": pool}, **keywords)
             run.same_bits(f"{label}, o from a pool", pooled_o, o)
             run.same_bits(f"{label}, states in a pool", pool[1:], state)
+
+
+@case("CHECKPOINT", "the states on the way through chunk_kda: one a sequence, and before every chunk")
+def checkpoint(run: Run) -> None:
+    lengths = [run.cut(200, 70), 0, 64, 3]
+    inputs = run.stable(1, sum(lengths), 2, lengths=lengths, initial_state=True)
+    states, chunks = (
+        torch.full_like(inputs["initial_state"], 7.0),
+        inputs["initial_state"].new_full((9, 2, 128, 128), 7.0),
+    )
+    offsets = torch.tensor([64, 0, 64, -1], device=run.device)
+    run.chunk_kda(**inputs, checkpoint_offsets=offsets, checkpoint_states=states, chunk_states=chunks)
+    h = golden.chunk_kda_stages(**inputs)["h"].mT
+    run.close("before every chunk", chunks[: len(h)], h, STATE_LIMIT)
+    run.holds("rows beyond the chunks", bool((chunks[len(h) :] == 7).all()), "they stay as they are")
+    whole = recurrence(**inputs)[1]
+    run.close("after 64 tokens", states[[0, 2]], torch.stack([h[1], whole[2]]), STATE_LIMIT)
+    run.holds("after no token", torch.equal(states[1], inputs["initial_state"][1]), "the state that it starts from")
+    run.holds("no checkpoint", bool((states[3] == 7).all()), "the row stays as it is")

@@ -63,7 +63,10 @@ def test_arguments_are_the_operators(form: str, golden: type) -> None:
     left_out = {"backend", *WRITTEN[form]}
     assert {p.name: p.default for p in theirs if p.name not in left_out}.items() <= known.items()
     positional = [[p.name for p in its if p.kind is p.POSITIONAL_OR_KEYWORD] for its in (ours, theirs)]
-    assert positional[0] == positional[1] and set(known) - {p.name for p in theirs} <= {"has_initial_state"}
+    assert positional[0] == positional[1] and set(known) - {p.name for p in theirs} <= {
+        "has_initial_state",
+        "checkpoint_offsets",
+    }
 
 
 def test_contradicting_shapes_are_refused() -> None:

@@ -19,7 +19,7 @@ BEYOND = torch.tensor([7, 3, 17, 4, 2**32 + 4, 16])
 FRESH = torch.tensor([True, False, True, False, True, True])
 
 
-def _pooled(gap: int = 0, dtype: torch.dtype = torch.float32, slots: Tensor = SLOTS, **options: Any) -> Call:
+def pooled(gap: int = 0, dtype: torch.dtype = torch.float32, slots: Tensor = SLOTS, **options: Any) -> Call:
     """Six sequences and padding over 17 slots of [2, 128, 64], of which slot 0 is NaN; rows `gap` apart."""
     call = inputs.stable(1, 270, 1, 64, 128, 2, dtype=torch.float32, lengths=LENGTHS)
     buffer = torch.randn(17, 2, 128, 64 + gap, generator=torch.Generator().manual_seed(1))
@@ -38,18 +38,18 @@ def _batch(**options: Any) -> Call:
 
 
 CALLS: dict[str, Callable[[], Call]] = {
-    "slots": lambda: _pooled(),
-    "slots in place": lambda: _pooled(inplace_final_state=True),
-    "slots in place, int32, with gaps": lambda: _pooled(16, slots=SLOTS.int(), inplace_final_state=True),
-    "slots past the pool, in place": lambda: _pooled(slots=BEYOND, inplace_final_state=True),
-    "fresh sequences": lambda: _pooled(has_initial_state=FRESH),
-    "fresh sequences in place": lambda: _pooled(has_initial_state=FRESH, inplace_final_state=True),
-    "bf16 slots": lambda: _pooled(dtype=torch.bfloat16),
-    "bf16 slots in place": lambda: _pooled(dtype=torch.bfloat16, inplace_final_state=True),
-    "fp16 slots in place, fresh sequences": lambda: _pooled(
+    "slots": lambda: pooled(),
+    "slots in place": lambda: pooled(inplace_final_state=True),
+    "slots in place, int32, with gaps": lambda: pooled(16, slots=SLOTS.int(), inplace_final_state=True),
+    "slots past the pool, in place": lambda: pooled(slots=BEYOND, inplace_final_state=True),
+    "fresh sequences": lambda: pooled(has_initial_state=FRESH),
+    "fresh sequences in place": lambda: pooled(has_initial_state=FRESH, inplace_final_state=True),
+    "bf16 slots": lambda: pooled(dtype=torch.bfloat16),
+    "bf16 slots in place": lambda: pooled(dtype=torch.bfloat16, inplace_final_state=True),
+    "fp16 slots in place, fresh sequences": lambda: pooled(
         dtype=torch.float16, has_initial_state=FRESH, inplace_final_state=True
     ),
-    "slot 0 is no null slot, in place": lambda: _pooled(null_slot=None, inplace_final_state=True),
+    "slot 0 is no null slot, in place": lambda: pooled(null_slot=None, inplace_final_state=True),
     "a batch over slots, in place": lambda: _batch(
         initial_state=torch.randn(5, 2, 64, 64), ssm_state_indices=torch.tensor([4, 0, 2]), inplace_final_state=True
     ),

@@ -30,7 +30,27 @@ BAD_OF_BOTH = {
     "out under autograd": (dense(out=OUT, q=dense()["q"].requires_grad_()), ValueError,
         "out: expected torch.no_grad() around it, got q that requires grad; it would not be in the autograd graph"),
 }  # fmt: skip
+CHECKPOINTS = {"checkpoint_offsets": ints(B), "checkpoint_states": zeros(B, HV, V, K)}
 BAD_CHUNK = {
+    "offsets alone": (dense(checkpoint_offsets=ints(B)), ValueError,
+        "checkpoint_states: expected a tensor beside checkpoint_offsets, got None"),
+    "checkpoints alone": (dense(checkpoint_states=zeros(B, HV, V, K)), ValueError,
+        "checkpoint_offsets: expected a tensor beside checkpoint_states, got None"),
+    "offsets for another N": (dense(**CHECKPOINTS | {"checkpoint_offsets": ints(B + 1)}), ValueError,
+        "checkpoint_offsets: expected shape [N] = [2], got [3]"),
+    "offsets as bools": (dense(**CHECKPOINTS | {"checkpoint_offsets": ints(B).bool()}), TypeError,
+        "checkpoint_offsets: expected dtype int32 or int64, got bool"),
+    "checkpoints K first": (dense(**CHECKPOINTS | {"checkpoint_states": zeros(B, HV, K, V)}), ValueError,
+        "checkpoint_states: expected shape [N, HV, V, K] = [2, 4, 4, 8], got [2, 4, 8, 4]"),
+    "checkpoints of ints": (dense(**CHECKPOINTS | {"checkpoint_states": ints(B, HV, V, K)}), TypeError,
+        "checkpoint_states: expected dtype bfloat16 or float16 or float32 or float64, got int32"),
+    "chunk states of a batch, flat": (dense(chunk_states=zeros(B, HV, V, K)), ValueError,
+        "chunk_states: expected shape [B, ceil(T / 64), HV, V, K] = [2, 1, 4, 4, 8], got [2, 4, 4, 8]"),
+    "chunk states of a packed call, in a batch": (packed(chunk_states=zeros(1, 3, HV, V, K)), ValueError,
+        "chunk_states: expected shape [chunks, HV, V, K] = [1, 4, 4, 8], got [1, 3, 4, 4, 8]"),
+    "checkpoints under autograd": (dense(**CHECKPOINTS, q=dense()["q"].requires_grad_()), ValueError,
+        "checkpoint_states: expected torch.no_grad() around it, got q that requires grad; "
+        "it would not be in the autograd graph"),
     "indices by token": (pool(), ValueError, "ssm_state_indices: expected [N] with N = 2, got [2, 3]"),
     "fresh or not, without a state": (dense(has_initial_state=ints(B).bool()), ValueError,
         "has_initial_state: expected an initial_state beside it, got initial_state=None"),

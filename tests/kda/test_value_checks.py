@@ -121,7 +121,15 @@ BAD_CHUNK = {
         spoilt(dense(initial_state=STATE, has_initial_state=slots(False, True)), "initial_state", (1, 0, 0, 0), NAN),
         "initial_state: expected finite values, got nan at [1, 0, 0, 0]"),
 }  # fmt: skip
+CHECKPOINTS = {"checkpoint_states": STATE, "checkpoint_offsets": slots(-1, 0)}
+BAD_CHUNK |= {
+    "a checkpoint inside of a chunk": (dense(**CHECKPOINTS | {"checkpoint_offsets": slots(0, 2)}),
+        "checkpoint_offsets: expected multiples of 64 within the sequence, or -1, got 2 at [1] (sequence 1)"),
+    "a checkpoint behind the end": (dense(**CHECKPOINTS | {"checkpoint_offsets": slots(64, 0)}),
+        "checkpoint_offsets: expected multiples of 64 within the sequence, or -1, got 64 at [0] (sequence 0)"),
+}  # fmt: skip
 GOOD_CHUNK = {
+    "checkpoints": dense(**CHECKPOINTS),
     "NaN in a slot of a fresh sequence": spoilt(
         POOL | {"ssm_state_indices": slots(2, 3), "has_initial_state": slots(False, True)}, "initial_state",
         (2, 0, 0, 0), NAN),

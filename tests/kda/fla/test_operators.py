@@ -12,6 +12,7 @@ from calls import HV, PARAMETERS, B, K, dense
 import kda
 import kda.fla
 from kda.fla import chunk_kda, fused_recurrent_kda, fused_recurrent_kda_fwd
+from kda.golden import chunk_kda_stages, inputs
 
 FLAGS = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
 PUBLISHED = {
@@ -128,6 +129,26 @@ def test_errors(changes: dict[str, Any], error: type[Exception], message: str) -
     with pytest.raises(error) as caught:
         chunk_kda(**dense(), **changes)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("lengths", [None, [70, 0, 3, 64]])
+def test_the_states_before_every_chunk(lengths: list[int] | None, v_first: bool) -> None:
+    call = inputs.stable(2 if lengths is None else 1, 137, 2, 16, 8, dtype=torch.float32, lengths=lengths)
+    h = chunk_kda_stages(**call)["h"]
+    del call["output_final_state"], call["state_v_first"]
+    with torch.inference_mode():
+        o, state, ours = chunk_kda(**call, return_intermediate_states=True, state_v_first=v_first)
+    assert state is None and torch.equal(o, chunk_kda(**call, state_v_first=v_first)[0])
+    assert ours.shape[:2] == ((2, 3) if lengths is None else (1, 4)) and ours.dtype == torch.float32
+    torch.testing.assert_close((ours.mT if v_first else ours).flatten(0, 1).double(), h, rtol=1e-5, atol=1e-5)
+
+
+def test_the_states_before_every_chunk_are_for_inference() -> None:
+    with pytest.raises(ValueError, match="return_intermediate_states is only allowed in inference mode"):
+        chunk_kda(**dense(), return_intermediate_states=True)
+    with torch.inference_mode(), pytest.raises(NotImplementedError, match="`chunk_size`: expected 64"):
+        chunk_kda(**dense(), return_intermediate_states=True, chunk_size=32)
 
 
 @pytest.mark.parametrize("name", ["fused_recurrent_kda", "fused_recurrent_kda_fwd"])

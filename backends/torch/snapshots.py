@@ -1,0 +1,30 @@
+"""States on the way through a call of chunk_kda, into the tensors that its caller has for them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kda.backends.call import KdaCall
+from kda.golden.constants import CHUNK_SIZE
+
+from .layout import sequences
+
+
+def write_snapshots(call: KdaCall, h: Tensor, final: Tensor) -> None:
+    """From the states before every chunk, in the order of the sequences, and the final ones; the caller's layout.
+
+    What is asked for at other places than a chunk's border, or behind a sequence's end, is not written.
+    """
+    if (chunks := call.chunk_states) is not None:
+        if call.cu_seqlens is None:
+            chunks.copy_(h.view(chunks.shape))
+        else:
+            rows = min(len(chunks), len(h))
+            chunks[:rows].copy_(h[:rows])
+    if call.checkpoint_offsets is None or call.checkpoint_states is None:
+        return
+    first = 0
+    for n, (length, offset) in enumerate(zip(sequences(call)[1], call.checkpoint_offsets.tolist(), strict=True)):
+        if offset % CHUNK_SIZE == 0 and 0 <= offset <= length:
+            call.checkpoint_states[n].copy_(final[n] if offset == length else h[first + offset // CHUNK_SIZE])
+        first += -(-length // CHUNK_SIZE)
