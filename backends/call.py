@@ -68,6 +68,10 @@ class KdaCall:
     checkpoint_offsets: Tensor | None = field(default=None, metadata=_CHUNK)  # [N] int32 or int64: tokens, or negative
     # [N, HV, V, K]: the state of sequence n after so many tokens
     checkpoint_states: Tensor | None = field(default=None, metadata=_CHUNK | _WRITTEN)
+    # [rows, S, HV, V, K]: the state after each of a sequence's first S tokens, in its row
+    intermediate_states_buffer: Tensor | None = field(default=None, metadata=_RECURRENT | _WRITTEN)
+    # [N] int32 or int64: those rows; None: row n
+    intermediate_state_indices: Tensor | None = field(default=None, metadata=_RECURRENT | _KEYWORD)
     # [B, chunks, HV, V, K], packed [chunks, ...]: the state before every chunk
     chunk_states: Tensor | None = field(default=None, metadata=_CHUNK | _WRITTEN)
 

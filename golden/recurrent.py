@@ -5,7 +5,7 @@ S <- diag(exp g) S        S <- S + beta k (v - kᵀ S)ᵀ        o = qᵀ S     
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class RecurrentCall(Call):
     """The arguments of `kda.fused_recurrent_kda`: those of `chunk_kda` and the state pool's."""
 
     num_accepted_tokens: Tensor | None = None  # [N], values 1..S; a sequence of another one starts from no slot
+    intermediate_state_indices: Tensor | None = field(default=None, kw_only=True)  # for what the golden writes not
 
     def __post_init__(self) -> None:
         slots = self.ssm_state_indices

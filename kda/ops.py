@@ -129,6 +129,8 @@ def fused_recurrent_kda(
     *,
     null_slot: int | None = 0,
     out: Tensor | None = None,
+    intermediate_states_buffer: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention token by token: decoding, one or a few tokens per sequence and call.
@@ -144,6 +146,10 @@ def fused_recurrent_kda(
             starts there gives o = 0, and nothing is read or written for it.
         num_accepted_tokens: int32 or int64 `[N]`, each in 1..S, with `[N, S]` indices: sequence n starts from slot
             `ssm_state_indices[n, num_accepted_tokens[n] - 1]`, the state after its last accepted token.
+        intermediate_states_buffer: `[rows, S, HV, V, K]`, any float dtype, not beside `[N, S]` indices: the state
+            after token t of sequence n is written to `[r, t]` of it, with r = `intermediate_state_indices[n]`, or n.
+            For drafts whose pool must not change before it is known which are accepted.
+        intermediate_state_indices: int32 or int64 `[N]`. A row out of range, and what comes after S tokens, is dropped.
 
     Returns:
         `o` in the layout and dtype of v, and, with `output_final_state`, the states as above; else None.
@@ -158,7 +164,9 @@ def fused_recurrent_kda(
         "allow_neg_eigval": allow_neg_eigval, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound,
         "cu_seqlens": cu_seqlens, "state_v_first": state_v_first,
         "inplace_final_state": inplace_final_state, "ssm_state_indices": ssm_state_indices,
-        "num_accepted_tokens": num_accepted_tokens, "null_slot": null_slot, "out": out, "backend": backend,
+        "num_accepted_tokens": num_accepted_tokens, "null_slot": null_slot, "out": out,
+        "intermediate_states_buffer": intermediate_states_buffer,
+        "intermediate_state_indices": intermediate_state_indices, "backend": backend,
     })  # fmt: skip
 
 

@@ -15,6 +15,7 @@ def check_states(call: KdaCall) -> None:
     _check_state(call)
     _check_pool(call)
     _check_snapshots(call)
+    _check_drafts(call)
     if call.null_slot not in (None, 0) or isinstance(call.null_slot, bool):
         raise ValueError(f"null_slot: expected 0 or None, got {call.null_slot!r}")
 
@@ -110,6 +111,25 @@ def _check_snapshots(call: KdaCall) -> None:
         else:
             rows = chunks.shape[0] if isinstance(chunks, Tensor) and chunks.dim() else 0
             _check_buffer("chunk_states", chunks, call, (rows, *call.state_shape), f"[chunks, {spelled}]")
+
+
+def _check_drafts(call: KdaCall) -> None:
+    buffer, rows = call.intermediate_states_buffer, call.intermediate_state_indices
+    if buffer is not None:
+        given = buffer.shape[:2] if isinstance(buffer, Tensor) and buffer.dim() == 5 else (call.N, call.T)
+        sizes = [max(size, 1) for size in given]
+        spelled = f"[rows, S, HV, {'V, K' if call.state_v_first else 'K, V'}]"
+        _check_buffer("intermediate_states_buffer", buffer, call, (*sizes, *call.state_shape), spelled)
+        if (indices := call.ssm_state_indices) is not None and indices.dim() == 2:
+            raise ValueError("intermediate_states_buffer: expected ssm_state_indices of shape [N] or None beside it, "
+                             f"got {shape_of(indices)}")  # fmt: skip
+    if rows is not None:
+        require_tensor("intermediate_state_indices", rows)
+        require_dtype("intermediate_state_indices", rows, *INTS)
+        require_device("intermediate_state_indices", rows, call.q)
+        if buffer is None:
+            raise ValueError("intermediate_state_indices: expected an intermediate_states_buffer beside it, got None")
+        require_shape("intermediate_state_indices", rows, (call.N,), "[N]")
 
 
 def _check_buffer(name: str, x: Tensor, call: KdaCall, shape: tuple[int, ...], spelled: str) -> None:

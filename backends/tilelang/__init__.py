@@ -36,6 +36,7 @@ takes = frozenset((
     "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
     "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "A_log", "dt_bias", "lower_bound", "cu_seqlens", "state_v_first",
     "inplace_final_state", "ssm_state_indices", "num_accepted_tokens", "has_initial_state", "null_slot",
+    "intermediate_states_buffer", "intermediate_state_indices",
 ))  # fmt: skip
 
 HEAD_DIMS = (64, 128)

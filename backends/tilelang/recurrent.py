@@ -6,7 +6,7 @@ No tensor value is read here, so that a call can be captured in a CUDA graph; ev
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +30,9 @@ class Launch(NamedTuple):
 
 def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     """Run the call: o `[B, T, HV, V]`, and the states as the ABI has them, in place or new."""
-    state = call.initial_state
-    if state is not None and state.dtype == torch.bfloat16 and state.device.type == "cpu":
-        return _without_bf16(call, state)
+    state, buffer = call.initial_state, call.intermediate_states_buffer
+    if call.q.device.type == "cpu" and torch.bfloat16 in _written_dtypes(call):
+        return _without_bf16(call)
     if state is not None and state.is_neg():  # not one to write to: the front end sees to that
         state = state.resolve_neg()
     quads = None if state is None else quads_of(state)
@@ -46,20 +46,38 @@ def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
         states = () if state is None else (state, *state.stride()) if quads is None else (state, quads)
         slots = [x.contiguous() for x in (call.ssm_state_indices, call.num_accepted_tokens) if x is not None]
         outputs = (o,) if final is None else (o, final)
-        launch.kernel(q, k, v, g, beta, *gate(call), call.scale, lengths, *states, *slots, *outputs)
+        drafts = () if buffer is None else _drafts(call, buffer)
+        launch.kernel(q, k, v, g, beta, *gate(call), call.scale, lengths, *states, *slots, *outputs, *drafts)
+        if buffer is not None and not buffer.is_contiguous():
+            buffer.copy_(drafts[0].view_as(buffer))
     if call.inplace_final_state:
         final = state if call.output_final_state else None
     return o if o.dtype == call.v.dtype else o.to(call.v.dtype), final
 
 
-def _without_bf16(call: KdaCall, state: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The same on a CPU, whose kernels know no bf16: on a copy of the states in fp32."""
-    wide = state.float()
-    o, final = fused_recurrent_kda(replace(call, initial_state=wide, memo={}))
-    if call.inplace_final_state:
-        state.copy_(wide)
+def _written_dtypes(call: KdaCall) -> set[torch.dtype]:
+    """Of the states in memory."""
+    return {x.dtype for x in (call.initial_state, call.intermediate_states_buffer) if x is not None}
+
+
+def _without_bf16(call: KdaCall) -> tuple[Tensor, Tensor | None]:
+    """The same on a CPU, whose kernels know no bf16: on copies of the states in fp32."""
+    state, buffer = call.initial_state, call.intermediate_states_buffer
+    given = {"initial_state": state, "intermediate_states_buffer": buffer}
+    wide: dict[str, Any] = {name: None if x is None else x.float() for name, x in given.items()}
+    o, final = fused_recurrent_kda(replace(call, **wide, memo={}))
+    if buffer is not None:
+        buffer.copy_(wide["intermediate_states_buffer"])
+    if state is not None and call.inplace_final_state:
+        state.copy_(wide["initial_state"])
         return o, state if call.output_final_state else None
-    return o, None if final is None else final.to(torch.bfloat16)
+    return o, None if final is None else final.to(call.final_dtype)
+
+
+def _drafts(call: KdaCall, buffer: Tensor) -> tuple[Any, ...]:
+    """The buffer for each token's state as arguments of the kernel: dense, so a copy of one with gaps."""
+    rows = call.intermediate_state_indices
+    return buffer.contiguous().flatten(0, 1), buffer.shape[1], *(() if rows is None else (rows.contiguous(),))
 
 
 def _as_written(out: Tensor, v: Tensor) -> bool:
@@ -84,7 +102,7 @@ def _launch(call: KdaCall, gaps: bool) -> Launch:
 
 def make_launch(call: KdaCall, gaps: bool) -> Launch:
     types, indices, accepted = dtypes(call), call.ssm_state_indices, call.num_accepted_tokens
-    state_dtype = call.final_dtype
+    state_dtype, drafts, draft_rows = call.final_dtype, call.intermediate_states_buffer, call.intermediate_state_indices
     new_states = call.output_final_state and not call.inplace_final_state
     kernel = build(
         target_for(call.q.device), f"{__package__}.kernels.recurrent.fused_recurrent",
@@ -93,6 +111,8 @@ def make_launch(call: KdaCall, gaps: bool) -> Launch:
         has_initial_state=call.initial_state is not None, has_final_state=new_states, inplace=call.inplace_final_state,
         state_dtype=state_dtype, gaps=gaps, slot_dtype=None if indices is None else indices.dtype,
         slots_per_token=call.state_per_token, first_slot=call.first_slot,
+        drafts_dtype=None if drafts is None else drafts.dtype,
+        draft_rows_dtype=None if draft_rows is None else draft_rows.dtype,
         accepted_dtype=None if accepted is None else accepted.dtype,
         block_V=_block_V(call.N * call.HV, call.V, processors(call.q.device)), **types, **activation(call),
     )  # fmt: skip

@@ -19,6 +19,7 @@ takes = frozenset((
     "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "A_log", "dt_bias", "lower_bound", "cu_seqlens", "state_v_first",
     "inplace_final_state", "ssm_state_indices", "num_accepted_tokens", "has_initial_state", "null_slot",
     "checkpoint_offsets", "checkpoint_states", "chunk_states",
+    "intermediate_states_buffer", "intermediate_state_indices",
 ))  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from kda.backends.call import KdaCall
 from .activation import Inputs, activate
 from .layout import Layout, Piece, sequences
 from .pool import Pool
+from .snapshots import write_drafts
 from .walk import initial_states, kv_layout, walk
 
 STATES_IN_CACHE, STATES_ON_DEVICE = 64, 1 << 16
@@ -37,10 +38,13 @@ def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     starts, lengths = sequences(call)
     initial, indices = call.initial_state, call.ssm_state_indices
     pool = None if initial is None or indices is None else Pool(call, initial, indices, starts, lengths)
-    if pool is None:
-        o, states = _run(call, starts, lengths, initial_states(call), per_token=False)
-    else:
-        o, states = _run(call, starts, pool.lengths, pool.read(), pool.per_token)
+    lengths = lengths if pool is None else pool.lengths
+    first = initial_states(call) if pool is None else pool.read()
+    per_token = call.intermediate_states_buffer is not None or call.state_per_token
+    o, states = _run(call, starts, lengths, first, per_token)
+    if call.intermediate_states_buffer is not None:
+        write_drafts(call, starts, lengths, kv_layout(call, states))
+        states = _last(states, first, starts, lengths)
     if not call.inplace_final_state:
         return o, kv_layout(call, states).to(call.final_dtype).contiguous() if call.output_final_state else None
     if pool is not None:
@@ -48,6 +52,14 @@ def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     elif initial is not None:
         initial.copy_(kv_layout(call, states))
     return o, initial if call.output_final_state else None
+
+
+def _last(states: Tensor, first: Tensor, starts: list[int], lengths: list[int]) -> Tensor:
+    """The final states, from those after every token; of an empty sequence, the one that it starts from."""
+    ran = [n for n, length in enumerate(lengths) if length]
+    final = first.clone()
+    final[ran] = states[[starts[n] + lengths[n] - 1 for n in ran]]
+    return final
 
 
 def _run(

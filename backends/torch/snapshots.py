@@ -1,4 +1,4 @@
-"""States on the way through a call of chunk_kda, into the tensors that its caller has for them."""
+"""States on the way through a call, into the tensors that its caller has for them."""
 
 from __future__ import annotations
 
@@ -28,3 +28,14 @@ def write_snapshots(call: KdaCall, h: Tensor, final: Tensor) -> None:
         if offset % CHUNK_SIZE == 0 and 0 <= offset <= length:
             call.checkpoint_states[n].copy_(final[n] if offset == length else h[first + offset // CHUNK_SIZE])
         first += -(-length // CHUNK_SIZE)
+
+
+def write_drafts(call: KdaCall, starts: list[int], lengths: list[int], states: Tensor) -> None:
+    """From the states after every token of the flat batch, in the caller's layout, to `intermediate_states_buffer`."""
+    buffer, indices = call.intermediate_states_buffer, call.intermediate_state_indices
+    assert buffer is not None
+    rows = range(call.N) if indices is None else indices.tolist()
+    for row, start, length in zip(rows, starts, lengths, strict=True):
+        kept = min(length, buffer.shape[1])
+        if 0 <= row < len(buffer):
+            buffer[row, :kept].copy_(states[start : start + kept])

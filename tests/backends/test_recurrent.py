@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from decode_calls import CALLS, check
+from decode_calls import CALLS, DRAFTS, check, check_drafts
 from pypto_process import in_its_own_process
 
 LIMIT = 2e-6  # a few roundings in fp32
@@ -21,6 +21,18 @@ def test_torch(name: str) -> None:
 def test_tilelang(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KDA_EMULATE", "1")
     check(name, "tilelang", LIMIT)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_torch_keeps_drafts(name: str) -> None:
+    check_drafts(name, "torch", LIMIT)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
+@pytest.mark.parametrize("name", DRAFTS)
+def test_tilelang_keeps_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDA_EMULATE", "1")
+    check_drafts(name, "tilelang", LIMIT)
 
 
 @in_its_own_process

@@ -29,7 +29,7 @@ def _raw(*sizes: int, **options: Any) -> Call:
     return inputs.raw(*sizes, dtype=torch.float32, **options)
 
 
-def _pooled(gap: int = 0, state_v_first: bool = True, **options: Any) -> Call:
+def pooled(gap: int = 0, state_v_first: bool = True, **options: Any) -> Call:
     """Six short sequences and padding over 19 slots of [2, 128, 64], of which slot 0 is NaN; rows `gap` apart."""
     call = _stable(1, 12, 1, 64, 128, 2, lengths=LENGTHS, state_v_first=state_v_first)
     rows, columns = (128, 64) if state_v_first else (64, 128)
@@ -40,7 +40,7 @@ def _pooled(gap: int = 0, state_v_first: bool = True, **options: Any) -> Call:
 
 def _from_zero(**options: Any) -> Call:
     """The same, where slot 0 is one like any other."""
-    call = _pooled(null_slot=None, **options)
+    call = pooled(null_slot=None, **options)
     call["initial_state"][0] = 0.5
     return call
 
@@ -73,52 +73,52 @@ CALLS: dict[str, Callable[[], Call]] = {
         lambda call: call | {"A_log": call["A_log"] + 200.0, "g": call["g"] - 300.0}
     )(_raw(1, 3, 1, 64, initial_state=True)),
     "in place": lambda: _stable(2, 2, 1, 64, initial_state=True) | {"inplace_final_state": True},
-    "slots": lambda: _pooled(ssm_state_indices=SLOTS[:, 0]),
-    "slots in place": lambda: _pooled(ssm_state_indices=SLOTS[:, 0].int(), inplace_final_state=True),
-    "slots in place, with gaps": lambda: _pooled(16, ssm_state_indices=SLOTS[:, 0], inplace_final_state=True),
-    "slots in place, odd address": lambda: _pooled(
+    "slots": lambda: pooled(ssm_state_indices=SLOTS[:, 0]),
+    "slots in place": lambda: pooled(ssm_state_indices=SLOTS[:, 0].int(), inplace_final_state=True),
+    "slots in place, with gaps": lambda: pooled(16, ssm_state_indices=SLOTS[:, 0], inplace_final_state=True),
+    "slots in place, odd address": lambda: pooled(
         ssm_state_indices=SLOTS[:, 0], inplace_final_state=True
     ) | {"initial_state": _apart(2 * 128 * 64, 1)},
-    "slots in place, odd distance": lambda: _pooled(
+    "slots in place, odd distance": lambda: pooled(
         ssm_state_indices=SLOTS[:, 0], inplace_final_state=True
     ) | {"initial_state": _apart(2 * 128 * 64 + 3, 0)},
-    "slots in place, apart": lambda: _pooled(
+    "slots in place, apart": lambda: pooled(
         ssm_state_indices=SLOTS[:, 0], inplace_final_state=True
     ) | {"initial_state": _apart(2 * 128 * 64 + 8, 0)},
-    "null slots of 64 bits": lambda: _pooled(
+    "null slots of 64 bits": lambda: pooled(
         ssm_state_indices=torch.where(SLOTS < 1, 1 - 2**32, SLOTS), inplace_final_state=True
     ),
-    "slots past the pool": lambda: _pooled(ssm_state_indices=BEYOND[:, 0], inplace_final_state=True),
-    "drafts with slots past the pool": lambda: _pooled(ssm_state_indices=BEYOND, inplace_final_state=True),
-    "counts out of range": lambda: _pooled(
+    "slots past the pool": lambda: pooled(ssm_state_indices=BEYOND[:, 0], inplace_final_state=True),
+    "drafts with slots past the pool": lambda: pooled(ssm_state_indices=BEYOND, inplace_final_state=True),
+    "counts out of range": lambda: pooled(
         ssm_state_indices=SLOTS, num_accepted_tokens=torch.tensor([4, 1, 0, 2**32 + 1, -1, 3]), inplace_final_state=True
     ),
-    "more tokens than slots": lambda: _pooled(ssm_state_indices=SLOTS[:, :2].contiguous(), inplace_final_state=True),
-    "more tokens than slots, new states": lambda: _pooled(ssm_state_indices=SLOTS[:, :2].contiguous()),
+    "more tokens than slots": lambda: pooled(ssm_state_indices=SLOTS[:, :2].contiguous(), inplace_final_state=True),
+    "more tokens than slots, new states": lambda: pooled(ssm_state_indices=SLOTS[:, :2].contiguous()),
     "padding before the first sequence": lambda: (
         lambda call: call | {"cu_seqlens": call["cu_seqlens"] + 2}
-    )(_pooled(ssm_state_indices=SLOTS)),
+    )(pooled(ssm_state_indices=SLOTS)),
     "rows whose squares are beyond fp32": lambda: (
         lambda call: call | {"q": call["q"] * 1e20, "k": torch.cat([call["k"][:, :1] * 1e30, call["k"][:, 1:]], 1)}
     )(_raw(2, 3, 1, 64, initial_state=True)),
     "negative views": lambda: (lambda call: call | {n: torch._neg_view(call[n]) for n in ("q", "initial_state")})(
         _stable(1, 2, 1, 64, initial_state=True)
     ),
-    "drafts": lambda: _pooled(ssm_state_indices=SLOTS),
+    "drafts": lambda: pooled(ssm_state_indices=SLOTS),
     "bf16 states": lambda: _half(torch.bfloat16, _stable(2, 2, 1, 64, initial_state=True)),
     "fp16 states in place, K first": lambda: _half(
         torch.float16, _stable(2, 2, 1, 128, 64, initial_state=True, state_v_first=False)
     ) | {"inplace_final_state": True},
     "bf16 slots in place": lambda: _half(
-        torch.bfloat16, _pooled(ssm_state_indices=SLOTS[:, 0].int(), inplace_final_state=True)
+        torch.bfloat16, pooled(ssm_state_indices=SLOTS[:, 0].int(), inplace_final_state=True)
     ),
     "bf16 slots in place, with gaps": lambda: _half(
-        torch.bfloat16, _pooled(16, ssm_state_indices=SLOTS[:, 0], inplace_final_state=True)
+        torch.bfloat16, pooled(16, ssm_state_indices=SLOTS[:, 0], inplace_final_state=True)
     ),
-    "bf16 slots": lambda: _half(torch.bfloat16, _pooled(ssm_state_indices=SLOTS[:, 0])),
-    "fp16 drafts in place": lambda: _half(torch.float16, _pooled(ssm_state_indices=SLOTS, inplace_final_state=True)),
+    "bf16 slots": lambda: _half(torch.bfloat16, pooled(ssm_state_indices=SLOTS[:, 0])),
+    "fp16 drafts in place": lambda: _half(torch.float16, pooled(ssm_state_indices=SLOTS, inplace_final_state=True)),
     "bf16 accepted drafts": lambda: _half(
-        torch.bfloat16, _pooled(ssm_state_indices=SLOTS, num_accepted_tokens=torch.tensor([3, 1, 2, 1, 2, 3]))
+        torch.bfloat16, pooled(ssm_state_indices=SLOTS, num_accepted_tokens=torch.tensor([3, 1, 2, 1, 2, 3]))
     ),
     "slot 0 is no null slot": lambda: _from_zero(ssm_state_indices=SLOTS[:, 0]),
     "slot 0 is no null slot, in place": lambda: _from_zero(
@@ -128,13 +128,13 @@ CALLS: dict[str, Callable[[], Call]] = {
     "bf16 slot 0 in place": lambda: _half(
         torch.bfloat16, _from_zero(ssm_state_indices=SLOTS[:, 0], inplace_final_state=True)
     ),
-    "drafts in place, K first": lambda: _pooled(
+    "drafts in place, K first": lambda: pooled(
         state_v_first=False, ssm_state_indices=SLOTS.int(), inplace_final_state=True
     ),
-    "accepted drafts in place, with gaps": lambda: _pooled(
+    "accepted drafts in place, with gaps": lambda: pooled(
         3, ssm_state_indices=SLOTS, num_accepted_tokens=torch.tensor([3, 1, 2, 1, 1, 3]), inplace_final_state=True
     ),
-    "accepted drafts": lambda: _pooled(
+    "accepted drafts": lambda: pooled(
         ssm_state_indices=SLOTS.int(), num_accepted_tokens=torch.tensor([3, 1, 2, 1, 2, 3], dtype=torch.int32)
     ),
 }  # fmt: skip
@@ -179,6 +179,49 @@ def hold(
     else:
         assert rel_rmse(states, expected) <= state_limit
         assert pool is None or same_bits(_storage(pool), before), "a pool that is only read"
+
+
+DRAFTS: dict[str, dict[str, Any]] = {
+    "rows in order": {"rows": 6, "steps": 3},
+    "named rows": {"rows": 9, "steps": 4, "indices": torch.tensor([7, 8, 0, -1, 9, 2], dtype=torch.int32)},
+    "fewer steps than tokens, bf16": {"rows": 6, "steps": 2, "dtype": torch.bfloat16},
+    "fp16, in place, with gaps": {"rows": 7, "steps": 3, "dtype": torch.float16, "gap": 8, "inplace": True},
+    "states that are returned": {"rows": 6, "steps": 3, "output": True},
+}
+
+
+def check_drafts(name: str, backend: str, limit: float, device: str = "cpu") -> None:
+    """Each token's state in a buffer of its own: held to the states of the same call with a slot a token."""
+    options = {"dtype": torch.float32, "gap": 0, "inplace": False, "output": False, "indices": None} | DRAFTS[name]
+    call = {key: placed(x, device, None) for key, x in pooled(ssm_state_indices=SLOTS[:, 0]).items()}
+    call["output_final_state"] = options["output"]
+    pool = call["initial_state"]
+    before = pool.clone()
+    by_token = call["ssm_state_indices"][:, None].expand(-1, 3)
+    states = recurrent_kda_golden(**call | {"ssm_state_indices": by_token, "output_final_state": True})[1]
+    expected_o, final = recurrent_kda_golden(**call | {"inplace_final_state": options["inplace"]})
+    rows, steps = options["rows"], options["steps"]
+    buffer = torch.full((rows, steps, 2, 128, 64 + options["gap"]), 7.0, dtype=options["dtype"], device=device)[
+        ..., :64
+    ]
+    expected = buffer.double()
+    keywords: Call = {"intermediate_states_buffer": buffer, "inplace_final_state": options["inplace"]}
+    if options["indices"] is not None:
+        keywords["intermediate_state_indices"] = options["indices"].to(device)
+    named = range(6) if options["indices"] is None else options["indices"].tolist()
+    for n, (row, start, length) in enumerate(zip(named, call["cu_seqlens"].tolist(), LENGTHS, strict=False)):
+        kept = min(length, steps) if 0 < SLOTS[n, 0] < 19 and 0 <= row < rows else 0
+        if kept:
+            expected[row, :kept] = states[start : start + kept]
+    o, returned = kda.fused_recurrent_kda(**call | keywords, backend=backend)
+    assert rel_rmse(o, expected_o) <= limit and rel_rmse(buffer, expected) <= limit + ROUNDING[options["dtype"]]
+    assert (buffer[expected == 7] == 7).all(), "what is not written"
+    if options["inplace"]:
+        assert rel_rmse(pool.nan_to_num(), final.nan_to_num()) <= limit
+    else:
+        assert same_bits(pool, before), "a pool that is only read"
+    assert (returned is not None) == options["output"]
+    assert returned is None or rel_rmse(returned, final) <= limit
 
 
 def _named(pool: Tensor, indices: Tensor, first: int) -> Tensor:

@@ -63,7 +63,8 @@ def test_what_the_table_says_of_tensors() -> None:
     assert PER_TOKEN == ("q", "k", "v", "g", "beta")
     assert set(DIFFERENTIABLE) == {*PER_TOKEN, "initial_state", "A_log", "dt_bias"}
     recurrent, chunk = ({a.name for a in ARGUMENTS[op]} for op in ("fused_recurrent_kda", "chunk_kda"))
-    assert recurrent - chunk == {"num_accepted_tokens"}
+    drafts = {"intermediate_states_buffer", "intermediate_state_indices"}
+    assert recurrent - chunk == {"num_accepted_tokens", *drafts}
     assert chunk - recurrent == {"has_initial_state", "checkpoint_offsets", "checkpoint_states", "chunk_states"}
 
 

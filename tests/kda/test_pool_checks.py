@@ -82,7 +82,22 @@ def test_chunk_kda_refuses(arguments, error, message) -> None:
         kda.chunk_kda(**{name: x for name, x in arguments.items() if name != "num_accepted_tokens"})
 
 
-BAD_RECURRENT = {
+BUFFER = zeros(B, T, HV, V, K)
+BAD_DRAFTS = {
+    "a buffer without steps": (dense(intermediate_states_buffer=BUFFER[:, 0]), ValueError,
+        "intermediate_states_buffer: expected shape [rows, S, HV, V, K] = [2, 3, 4, 4, 8], got [2, 4, 4, 8]"),
+    "a buffer of no step": (dense(intermediate_states_buffer=BUFFER[:, :0]), ValueError,
+        "intermediate_states_buffer: expected shape [rows, S, HV, V, K] = [2, 1, 4, 4, 8], got [2, 0, 4, 4, 8]"),
+    "a buffer K first": (dense(intermediate_states_buffer=BUFFER.mT), ValueError,
+        "intermediate_states_buffer: expected shape [rows, S, HV, V, K] = [2, 3, 4, 4, 8], got [2, 3, 4, 8, 4]"),
+    "a buffer beside slots by token": (pool(intermediate_states_buffer=BUFFER), ValueError,
+        "intermediate_states_buffer: expected ssm_state_indices of shape [N] or None beside it, got [2, 3]"),
+    "rows without a buffer": (dense(intermediate_state_indices=ints(B)), ValueError,
+        "intermediate_state_indices: expected an intermediate_states_buffer beside it, got None"),
+    "rows for another N": (dense(intermediate_states_buffer=BUFFER, intermediate_state_indices=ints(B + 1)), ValueError,
+        "intermediate_state_indices: expected shape [N] = [2], got [3]"),
+}  # fmt: skip
+BAD_RECURRENT = BAD_DRAFTS | {
     "in place no bool": (pool(inplace_final_state=1), TypeError, "inplace_final_state: expected a bool, got int"),
     "in place without a state": (dense(inplace_final_state=True), ValueError,
         "inplace_final_state: expected an initial_state to write to, got initial_state=None"),

@@ -12,6 +12,8 @@ in: q, k [B, T, H, K]   v [B, T, HV, V]   g [B, T, HV, K]   beta [B, T, HV]   A_
     accepted [N]
 out: o [B, T, HV, V], every row: 0 for padding and for sequences that start from a null slot
     states: into initial_state itself, or final_state in its dtype, a row per sequence, or per token with indices [N, S]
+    drafts [rows * draft_steps, HV, V, K]: the state after each of a sequence's first draft_steps tokens, from entry
+    row * draft_steps on, where row is draft_rows[n], or n
 
 Assumes that no slot is named twice, and bounds in range. Slots outside first_slot .. slots - 1 are null and never
 touched, and so is what a count outside 1 .. S or a token past S would name.
@@ -81,10 +83,12 @@ def fused_recurrent(
     slots_per_token: bool = False,
     first_slot: int = 1,
     accepted_dtype: str | None = None,
+    drafts_dtype: str | None = None,
+    draft_rows_dtype: str | None = None,
     block_V: int = 64,
 ) -> Any:
     """Kernel (q, k, v, g, beta, [A_log, dt_bias], [lower_bound], scale, cu_seqlens | seq_len,
-    [initial_state, quads | strides], [indices], [accepted], o, [final_state]).
+    [initial_state, quads | strides], [indices], [accepted], o, [final_state], [drafts, draft_steps], [draft_rows]).
 
     A_log and dt_bias exist with `use_gate`, lower_bound (a float) with `bounded_gate` too; cu_seqlens [N + 1] with
     `cu_dtype`, else seq_len (an int); indices with `slot_dtype`, [N, S] if `slots_per_token`; accepted with
@@ -94,7 +98,7 @@ def fused_recurrent(
     f32 = "float32"
     varlen = cu_dtype is not None
     tiles = V // block_V
-    B, L, N1, slots, S = T.dynamic("B, L, N1, slots, S")
+    B, L, N1, slots, S, places = T.dynamic("B, L, N1, slots, S, places")
     sequences = N1 - 1 if varlen else B
     state = (HV, V, K) if state_v_first else (HV, K, V)
     a_log_t = T.Tensor((HV,), f32) if use_gate else None
@@ -113,6 +117,9 @@ def fused_recurrent(
     accepted_t = None if accepted_dtype is None else T.Tensor((sequences,), accepted_dtype)
     final_rows = B * L if slots_per_token else sequences
     final_state_t = T.Tensor((final_rows, *state), state_dtype) if has_final_state else None
+    drafts_t = None if drafts_dtype is None else T.Tensor((places, *state), drafts_dtype)
+    draft_steps_t = None if drafts_dtype is None else T.int32
+    draft_rows_t = None if draft_rows_dtype is None else T.Tensor((sequences,), draft_rows_dtype)
 
     @T.prim_func
     def kda_fused_recurrent(
@@ -137,6 +144,9 @@ def fused_recurrent(
         accepted: accepted_t,
         o: T.Tensor((B, L, HV, V), dtype),
         final_state: final_state_t,
+        drafts: drafts_t,
+        draft_steps: draft_steps_t,
+        draft_rows: draft_rows_t,
     ):
         if has_initial_state:
             dense = (4 * quads, state[1] * state[2], state[2], 1) if not gaps else None
@@ -189,6 +199,13 @@ def fused_recurrent(
             q_s = T.alloc_shared((K,), f32)
             sums_s = T.alloc_shared((4,), f32)
             T.annotate_layout({x: state_fragment(block_V, K, state_v_first) for x in (tile, product)})
+
+            draft_row = T.alloc_var("int32")  # -1 for none
+            if drafts_dtype is not None:
+                draft_row = -1
+                if n < sequences:
+                    row_of = draft_rows[n] if draft_rows_dtype is not None else n
+                    draft_row = _slot(row_of, 0, places // draft_steps)
 
             slot = T.alloc_var("int32")
             b = T.alloc_var(f32)
@@ -256,6 +273,9 @@ def fused_recurrent(
                             slot = _slot(indices[n, t], first_slot, slots)
                         if slot >= 0:
                             store_state(tile, initial_state, slot, hv, column, state_v_first)
+                    if drafts_dtype is not None:  # noqa: SIM102  (known when built, and the next when it runs)
+                        if T.And(draft_row >= 0, t < draft_steps):
+                            store_state(tile, drafts, draft_row * draft_steps + t, hv, column, state_v_first)
                     if slots_per_token and has_final_state:
                         store_state(tile, final_state, batch * L + bos + t, hv, column, state_v_first)
                 if inplace and not slots_per_token:  # noqa: SIM102  (known when built, and the next when it runs)
