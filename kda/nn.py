@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kda import backends
 from kda.checks import check_cu_seqlens
+from kda.convolution import ShortConvolution
 from kda.golden.constants import LOWER_BOUND_RANGE
 from kda.ops import chunk_kda, fused_recurrent_kda
 
@@ -20,6 +21,9 @@ DECODE_TOKENS = 16
 
 _INITIAL_RATE = (1e-3, 1e-1)
 _INITIAL_A = (1.0, 16.0)
+
+_FLA_NAMES = {"f_proj.0": "f_a_proj", "f_proj.1": "f_b_proj", "g_proj.0": "g_a_proj", "g_proj.1": "g_b_proj"}
+"""flash-linear-attention's names of the low-rank projections, which a state dict may have too."""
 
 
 class KimiDeltaCache(NamedTuple):
@@ -34,47 +38,6 @@ class KimiDeltaCache(NamedTuple):
 
 
 torch.serialization.add_safe_globals([KimiDeltaCache])
-
-
-class ShortConvolution(nn.Conv1d):
-    """Causal depthwise convolution over time, then SiLU: y[t] = silu(sum_j weight[:, 0, j] * x[t - (W - 1) + j])."""
-
-    def __init__(self, channels: int, kernel_size: int, **factory: Any) -> None:
-        """`factory`: `device` and `dtype` of the weight, as for other modules."""
-        super().__init__(channels, channels, kernel_size, groups=channels, bias=False, **factory)
-
-    def forward(  # type: ignore[override]  # it returns what the next call continues from as well
-        self, x: Tensor, tail: Tensor | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Args:
-            x: `[B, T, C]`; with `cu_seqlens` `[1, T, C]`.
-            tail: `[N, W - 1, C]`, the inputs before each sequence's first; zeros if None.
-            cu_seqlens: int32 or int64 `[N + 1]`.
-
-        Returns:
-            y as x (with `cu_seqlens`, rows past its last value are of no meaning), and the next call's `tail`.
-        """  # fmt: skip
-        (B, T, C), past = x.shape, self.kernel_size[0] - 1
-        N = B if cu_seqlens is None else len(cu_seqlens) - 1
-        tail = x.new_zeros(N, past, C) if tail is None else tail.to(x.dtype)
-        if cu_seqlens is None:
-            window = torch.cat([tail, x], dim=1)
-            return self._slide(window), window[:, T:].clone()
-        # Each sequence behind its own tail in one buffer, so that none reaches into its neighbour; padding comes last.
-        cu = cu_seqlens.long()
-        tokens = torch.arange(T, device=x.device)
-        rows = tokens + past * torch.searchsorted(cu, tokens, right=True)
-        behind = past * torch.arange(N, device=x.device)[:, None] + torch.arange(past, device=x.device)
-        window = x.new_zeros(1, T + past * (N + 1), C).index_copy(1, rows, x)
-        window = window.index_copy(1, (cu[:-1, None] + behind).flatten(), tail.reshape(1, N * past, C))
-        return self._slide(window)[:, rows - past], window[0, cu[1:, None] + behind]
-
-    def _slide(self, window: Tensor) -> Tensor:
-        # Shifted products keep the channels contiguous, as the operators read them; a convolution transposes twice.
-        W, weight = self.kernel_size[0], self.weight.to(window.dtype)
-        T = window.shape[1] - W + 1
-        shifted = (window[:, j : j + T] * weight[:, 0, j] for j in range(1, W))
-        return F.silu(sum(shifted, window[:, :T] * weight[:, 0, 0]))
 
 
 class KimiDeltaAttention(nn.Module):
@@ -93,17 +56,20 @@ class KimiDeltaAttention(nn.Module):
 
     `A_log` and `dt_bias` are kept in fp32 whatever the layer's dtype (`.bfloat16()` leaves them as they are), and have
     the attribute `_no_weight_decay`, by which optimisers' parameter groups leave them out of weight decay. State dicts
-    may hold both in any shape with the right number of elements; published ones have A_log as `[1, 1, HV, 1]`.
+    may hold both in any shape with the right number of elements; published ones have A_log as `[1, 1, HV, 1]`. They may
+    have flash-linear-attention's names too, whose layer is one with `gate_bias` and a `gate_rank` of V.
 
     Args:
         hidden_size: width of x and y.
         num_heads: H, heads of q and k.
-        head_dim: K, and the rank of both low-rank projections.
+        head_dim: K.
         num_v_heads: HV, a multiple of H; H if None.
         v_head_dim: V; K if None.
         conv_size: W, taps of the short convolutions.
         lower_bound: None, or in [-5, 0): the gate formula with a bounded log decay.
         allow_neg_eigval: beta = 2 sigmoid(W x), which lets the state's transition have negative eigenvalues.
+        gate_rank: rank of both low-rank projections; K if None.
+        gate_bias: a bias in the output gate's second projection, as flash-linear-attention has it.
         norm_eps: eps of the output norm.
         backend: passed through to the operators; see `kda.chunk_kda`.
         device, dtype: of the parameters, as for other modules.
@@ -126,13 +92,17 @@ class KimiDeltaAttention(nn.Module):
         backend: str | None = None,
         *,
         allow_neg_eigval: bool = False,
+        gate_rank: int | None = None,
+        gate_bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         H, K, HV, V = num_heads, head_dim, num_v_heads or num_heads, v_head_dim or head_dim
-        if min(hidden_size, H, K, HV, V, conv_size) < 1:
-            raise ValueError(f"expected positive sizes, got {hidden_size=}, {H=}, {K=}, {HV=}, {V=}, {conv_size=}")
+        rank = K if gate_rank is None else gate_rank
+        if min(hidden_size, H, K, HV, V, conv_size, rank) < 1:
+            sizes = f"{hidden_size=}, {H=}, {K=}, {HV=}, {V=}, {conv_size=}, gate_rank={rank}"
+            raise ValueError(f"expected positive sizes, got {sizes}")
         if HV % H:
             raise ValueError(f"num_v_heads: expected a multiple of num_heads = {H}, got {HV}")
         low, high = LOWER_BOUND_RANGE
@@ -152,13 +122,13 @@ class KimiDeltaAttention(nn.Module):
         self.q_conv1d = ShortConvolution(H * K, conv_size, **factory)
         self.k_conv1d = ShortConvolution(H * K, conv_size, **factory)
         self.v_conv1d = ShortConvolution(HV * V, conv_size, **factory)
-        self.f_a_proj = nn.Linear(hidden_size, K, bias=False, **factory)
-        self.f_b_proj = nn.Linear(K, HV * K, bias=False, **factory)
+        self.f_a_proj = nn.Linear(hidden_size, rank, bias=False, **factory)
+        self.f_b_proj = nn.Linear(rank, HV * K, bias=False, **factory)
         self.A_log = nn.Parameter(torch.empty(HV, device=device, dtype=gate_dtype))
         self.dt_bias = nn.Parameter(torch.empty(HV * K, device=device, dtype=gate_dtype))
         self.b_proj = nn.Linear(hidden_size, HV, bias=False, **factory)
-        self.g_a_proj = nn.Linear(hidden_size, K, bias=False, **factory)
-        self.g_b_proj = nn.Linear(K, HV * V, bias=False, **factory)
+        self.g_a_proj = nn.Linear(hidden_size, rank, bias=False, **factory)
+        self.g_b_proj = nn.Linear(rank, HV * V, bias=gate_bias, **factory)
         self.o_norm = nn.RMSNorm(V, eps=norm_eps, **factory)
         self.o_proj = nn.Linear(HV * V, hidden_size, bias=False, **factory)
         self._mark_gate()
@@ -194,10 +164,14 @@ class KimiDeltaAttention(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for theirs, mine in _FLA_NAMES.items():
+            for name in ("weight", "bias"):
+                if (x := state_dict.pop(f"{prefix}{theirs}.{name}", None)) is not None:
+                    state_dict[f"{prefix}{mine}.{name}"] = x
         for name in ("A_log", "dt_bias"):
-            mine, theirs = getattr(self, name), state_dict.get(prefix + name)
-            if isinstance(theirs, Tensor) and theirs.shape != mine.shape and theirs.numel() == mine.numel():
-                state_dict[prefix + name] = theirs.reshape(mine.shape)
+            own, given = getattr(self, name), state_dict.get(prefix + name)
+            if isinstance(given, Tensor) and given.shape != own.shape and given.numel() == own.numel():
+                state_dict[prefix + name] = given.reshape(own.shape)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(
@@ -233,6 +207,11 @@ class KimiDeltaAttention(nn.Module):
         self._check(x, cache, cu_seqlens, attention_mask)
         if attention_mask is not None:
             return self._masked(x, cache, output_cache, attention_mask)
+        return self._unmasked(x, cache, cu_seqlens, output_cache)
+
+    def _unmasked(
+        self, x: Tensor, cache: KimiDeltaCache | None, cu_seqlens: Tensor | None, output_cache: bool
+    ) -> tuple[Tensor, KimiDeltaCache | None]:
         if cu_seqlens is None:
             few = cache is not None and x.shape[1] <= DECODE_TOKENS
             return self._mix(x, cache, None, output_cache, few)
@@ -249,7 +228,7 @@ class KimiDeltaAttention(nn.Module):
         real = mask.bool()
         order = torch.argsort(~real.flatten(), stable=True)
         cu_seqlens = F.pad(real.sum(1).cumsum(0), (1, 0))
-        y, cache = self(x.flatten(0, 1)[order][None], cache, cu_seqlens, output_cache)
+        y, cache = self._unmasked(x.flatten(0, 1)[order][None], cache, cu_seqlens, output_cache)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         return y[0, back].view_as(x), cache
 

@@ -57,7 +57,7 @@ def test_which_pages_have_python() -> None:
     """README's first calls, the proofs, the ladder and the layer: none of them may lose its program unnoticed."""
     counts = {name: len(blocks) for name, blocks in PYTHON.items() if blocks}
     assert (
-        set(counts) == {"README.md", "golden.md", "known_limits.md", "ladder.md", "layer.md", "training.md"}
+        set(counts) == {"README.md", "fla.md", "golden.md", "known_limits.md", "ladder.md", "layer.md", "training.md"}
         and counts["README.md"] >= 5
     )
 

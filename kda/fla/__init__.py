@@ -6,6 +6,14 @@ K-first unless `state_v_first`, and what only tunes FLA's own kernels is taken a
 
 from kda.fla.dispatch import register
 from kda.fla.gate import fused_kda_gate
+from kda.fla.layer import KimiDeltaAttention
 from kda.fla.operators import chunk_kda, fused_recurrent_kda, fused_recurrent_kda_fwd
 
-__all__ = ["chunk_kda", "fused_kda_gate", "fused_recurrent_kda", "fused_recurrent_kda_fwd", "register"]
+__all__ = [
+    "KimiDeltaAttention",
+    "chunk_kda",
+    "fused_kda_gate",
+    "fused_recurrent_kda",
+    "fused_recurrent_kda_fwd",
+    "register",
+]
