@@ -9,7 +9,8 @@ from torch import Tensor
 
 import kda.nn
 from kda.golden import recurrent_kda_golden, rel_rmse
-from kda.nn import DECODE_TOKENS, KimiDeltaAttention, ShortConvolution
+from kda.convolution import ShortConvolution
+from kda.nn import DECODE_TOKENS, KimiDeltaAttention
 
 HIDDEN = 48
 
