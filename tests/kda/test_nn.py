@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kda.nn
-from kda.golden import recurrent_kda_golden, rel_rmse
 from kda.convolution import ShortConvolution
+from kda.golden import recurrent_kda_golden, rel_rmse
 from kda.nn import DECODE_TOKENS, KimiDeltaAttention
 
 HIDDEN = 48
