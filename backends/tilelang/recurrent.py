@@ -38,16 +38,18 @@ def fused_recurrent_kda(call: KdaCall) -> tuple[Tensor, Tensor | None]:
     quads = None if state is None else quads_of(state)
     launch = _launch(call, gaps=state is not None and quads is None)
     with torch.cuda.device_of(call.q):
-        q, k, v = aligned(call.q, launch.dtype), aligned(call.k, launch.dtype), aligned(call.v, launch.dtype)
-        g, beta = aligned(call.g, launch.g_dtype), aligned(call.beta, launch.beta_dtype)
-        o = call.out if call.out is not None and _as_written(call.out, v) else torch.empty_like(v)
+        q, k, v = by_token(call.q, launch.dtype), by_token(call.k, launch.dtype), by_token(call.v, launch.dtype)
+        g, beta = by_token(call.g, launch.g_dtype), by_token(call.beta, launch.beta_dtype)
+        o = torch.empty_like(v, memory_format=torch.contiguous_format) if (x := _written(call, v)) is None else x
         final = None if launch.final_shape is None else q.new_empty(launch.final_shape, dtype=launch.state_dtype)
         lengths = call.T if call.cu_seqlens is None else call.cu_seqlens.contiguous()
         states = () if state is None else (state, *state.stride()) if quads is None else (state, quads)
         slots = [x.contiguous() for x in (call.ssm_state_indices, call.num_accepted_tokens) if x is not None]
         outputs = (o,) if final is None else (o, final)
         drafts = () if buffer is None else _drafts(call, buffer)
-        launch.kernel(q, k, v, g, beta, *gate(call), call.scale, lengths, *states, *slots, *outputs, *drafts)
+        inputs = q, k, v, g, beta
+        strides = [stride for x in inputs for stride in x.stride()[:2]]
+        launch.kernel(*inputs, *strides, *gate(call), call.scale, lengths, *states, *slots, *outputs, *drafts)
         if buffer is not None and not buffer.is_contiguous():
             buffer.copy_(drafts[0].view_as(buffer))
     if call.inplace_final_state:
@@ -80,9 +82,19 @@ def _drafts(call: KdaCall, buffer: Tensor) -> tuple[Any, ...]:
     return buffer.contiguous().flatten(0, 1), buffer.shape[1], *(() if rows is None else (rows.contiguous(),))
 
 
-def _as_written(out: Tensor, v: Tensor) -> bool:
-    """Whether the kernel can write o to the caller's tensor."""
-    return out.dtype == v.dtype and out.is_contiguous() and not out.data_ptr() % 16
+def by_token(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as it lies where each token's heads lie side by side, as in a view of one packed projection; else a copy."""
+    tail = x.shape[2:]
+    side_by_side = x.stride()[2:] == (tail[1], 1) if len(tail) == 2 else x.stride(2) == 1
+    if side_by_side and x.dtype == dtype and not x.is_neg() and x.data_ptr() % 16 == 0:
+        return x
+    return aligned(x, dtype)
+
+
+def _written(call: KdaCall, v: Tensor) -> Tensor | None:
+    """The caller's tensor for o, if the kernel can write to it."""
+    out = call.out
+    return None if out is None or out.dtype != v.dtype or not out.is_contiguous() or out.data_ptr() % 16 else out
 
 
 def quads_of(state: Tensor) -> int | None:

@@ -5,21 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from calls import HV, PARAMETERS, B, H, K, T, dense, packed, pool
-from torch.utils._python_dispatch import TorchDispatchMode
+from recorder import Recorder
 
 from kda.checks import checked
-
-
-class Recorder(TorchDispatchMode):
-    """Notes the name of every operation that torch carries out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -8,6 +8,7 @@ k, q as the norm leaves them:
 which is S <- diag(a) S; S <- S + beta k (v - kᵀ S)ᵀ; o = scale qᵀ S with the state read once for both products.
 
 in: q, k [B, T, H, K]   v [B, T, HV, V]   g [B, T, HV, K]   beta [B, T, HV]   A_log [HV], dt_bias [HV * K] fp32
+    of the first five, a token's heads lie side by side; tokens and batches may lie anywhere
     initial_state fp32, bf16 or fp16 [N, HV, V, K] ([.., K, V]), or a pool [slots, ...] with indices [N] or [N, S] and
     accepted [N]
 out: o [B, T, HV, V], every row: 0 for padding and for sequences that start from a null slot
@@ -87,9 +88,10 @@ def fused_recurrent(
     draft_rows_dtype: str | None = None,
     block_V: int = 64,
 ) -> Any:
-    """Kernel (q, k, v, g, beta, [A_log, dt_bias], [lower_bound], scale, cu_seqlens | seq_len,
+    """Kernel (q, k, v, g, beta, their strides (ten), [A_log, dt_bias], [lower_bound], scale, cu_seqlens | seq_len,
     [initial_state, quads | strides], [indices], [accepted], o, [final_state], [drafts, draft_steps], [draft_rows]).
 
+    Of q, k, v, g and beta, in this order, the strides from batch to batch and from token to token are given.
     A_log and dt_bias exist with `use_gate`, lower_bound (a float) with `bounded_gate` too; cu_seqlens [N + 1] with
     `cu_dtype`, else seq_len (an int); indices with `slot_dtype`, [N, S] if `slots_per_token`; accepted with
     `accepted_dtype`. `inplace` writes to initial_state. Its slots are dense, `quads` times four elements apart and
@@ -99,6 +101,11 @@ def fused_recurrent(
     varlen = cu_dtype is not None
     tiles = V // block_V
     B, L, N1, slots, S, places = T.dynamic("B, L, N1, slots, S, places")
+    q_t = T.StridedTensor((B, L, H, K), T.dynamic("q0, q1, q2, q3"), dtype)
+    k_t = T.StridedTensor((B, L, H, K), T.dynamic("k0, k1, k2, k3"), dtype)
+    v_t = T.StridedTensor((B, L, HV, V), T.dynamic("v0, v1, v2, v3"), dtype)
+    g_t = T.StridedTensor((B, L, HV, K), T.dynamic("g0, g1, g2, g3"), g_dtype)
+    beta_t = T.StridedTensor((B, L, HV), T.dynamic("b0, b1, b2"), beta_dtype)
     sequences = N1 - 1 if varlen else B
     state = (HV, V, K) if state_v_first else (HV, K, V)
     a_log_t = T.Tensor((HV,), f32) if use_gate else None
@@ -123,11 +130,21 @@ def fused_recurrent(
 
     @T.prim_func
     def kda_fused_recurrent(
-        q: T.Tensor((B, L, H, K), dtype),
-        k: T.Tensor((B, L, H, K), dtype),
-        v: T.Tensor((B, L, HV, V), dtype),
-        g: T.Tensor((B, L, HV, K), g_dtype),
-        beta: T.Tensor((B, L, HV), beta_dtype),
+        q: q_t,
+        k: k_t,
+        v: v_t,
+        g: g_t,
+        beta: beta_t,
+        q_batch: T.int64,
+        q_token: T.int64,
+        k_batch: T.int64,
+        k_token: T.int64,
+        v_batch: T.int64,
+        v_token: T.int64,
+        g_batch: T.int64,
+        g_token: T.int64,
+        beta_batch: T.int64,
+        beta_token: T.int64,
         A_log: a_log_t,
         dt_bias: dt_bias_t,
         lower_bound: lower_bound_t,
@@ -148,6 +165,11 @@ def fused_recurrent(
         draft_steps: draft_steps_t,
         draft_rows: draft_rows_t,
     ):
+        q = T.StridedTensor((B, L, H, K), (q_batch, q_token, K, 1), dtype, data=q.data)
+        k = T.StridedTensor((B, L, H, K), (k_batch, k_token, K, 1), dtype, data=k.data)
+        v = T.StridedTensor((B, L, HV, V), (v_batch, v_token, V, 1), dtype, data=v.data)
+        g = T.StridedTensor((B, L, HV, K), (g_batch, g_token, K, 1), g_dtype, data=g.data)
+        beta = T.StridedTensor((B, L, HV), (beta_batch, beta_token, 1), beta_dtype, data=beta.data)
         if has_initial_state:
             dense = (4 * quads, state[1] * state[2], state[2], 1) if not gaps else None
             strides = (slot_stride, head_stride, row_stride, column_stride) if gaps else dense

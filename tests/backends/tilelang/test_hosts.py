@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fake_backends import FakeBackend
+from recorder import Recorder
 
 import kda
 from kda import backends
@@ -15,7 +17,7 @@ from kda.backends import tilelang as tilelang_backend
 from kda.checks import checked
 from kda.gates.case import run_case
 from kda.gates.command import CASES
-from kda.golden import inputs
+from kda.golden import inputs, recurrent_kda_golden, rel_rmse
 
 pytest.importorskip("tilelang")
 
@@ -125,3 +127,21 @@ def test_tiles_narrow_until_the_processors_are_busy(emulate, monkeypatch):
     monkeypatch.setattr(tables, "processors", lambda device: 132)
     assert [width(states, 128) for states in (1, 64, 92, 93, 1000)] == [64, 64, 64, 128, 128]
     assert width(1, 64) == width(1000, 64) == 64
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_views_of_one_projection_are_read_as_they_lie(emulate, packed: bool) -> None:
+    """The launch of a decoding step copies nothing, whatever lies between the tokens."""
+    call = inputs.raw(1, 5, 2, 64, dtype=torch.float32, initial_state=True, lengths=[2, 3] if packed else None)
+    names = ("q", "k", "v", "g", "beta")
+    rows = F.pad(torch.cat([call[name].flatten(2) for name in names], -1), (0, 6))  # tokens 520 elements apart
+    views = dict(zip(names, rows[..., :514].split([128, 128, 128, 128, 2], -1), strict=True))
+    strided = call | {name: x if name == "beta" else x.unflatten(-1, (2, 64)) for name, x in views.items()}
+    assert not any(strided[name].is_contiguous() for name in names)
+    with Recorder() as recorder:
+        o, state = kda.fused_recurrent_kda(**strided, backend="tilelang")
+    assert recorder.names <= {"empty_like", "new_empty"}
+    expected_o, expected = recurrent_kda_golden(**call)
+    assert rel_rmse(o, expected_o) < 2e-6 and rel_rmse(state, expected) < 2e-6
+    apart = strided | {"q": call["q"].mT.contiguous().mT}  # channels apart: a copy
+    assert torch.equal(kda.fused_recurrent_kda(**apart, backend="tilelang")[0], o)
