@@ -44,6 +44,23 @@ def test_30_runs_give_one_set_of_bits() -> None:
         assert torch.equal(again_o, o) and torch.equal(again_state, state)
 
 
+@pytest.mark.parametrize("lengths", [None, [9000, 0, 100, 7284]], ids=["fixed", "packed"])
+def test_cut_calls_agree_with_whole_ones_and_have_one_set_of_bits(
+    lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are cut on this GPU where KDA_SPLIT says nothing."""
+    call = inputs.raw(1, 16384, 4, lengths=lengths, initial_state=True, device="cuda")
+    monkeypatch.delenv("KDA_SPLIT", raising=False)
+    o, state = kda.chunk_kda(**call, backend="tilelang")
+    for _ in range(30):
+        again_o, again_state = kda.chunk_kda(**call, backend="tilelang")
+        assert torch.equal(again_o, o) and torch.equal(again_state, state)
+    monkeypatch.setenv("KDA_SPLIT", "off")
+    whole_o, whole_state = kda.chunk_kda(**call, backend="tilelang")
+    assert not torch.equal(whole_o, o), "it was not cut"
+    assert rel_rmse(o, whole_o) <= 5e-3 and rel_rmse(state, whole_state) <= 5e-3
+
+
 def test_runs_on_the_current_stream() -> None:
     """The inputs are written late on a side stream; a launch on any other stream would read them too early."""
     call = inputs.stable(1, 256, 2, device="cuda")
