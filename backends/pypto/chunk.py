@@ -33,7 +33,7 @@ def stages(call: KdaCall) -> dict[str, Tensor]:
     cu = bounds(call)
     counts = (cu.diff() + constants.CHUNK - 1) // constants.CHUNK
     chunks, C, K, V = int(counts.sum()), constants.CHUNK, call.K, call.V
-    shapes = {"beta": (C, 1), "Akk": (C, C), "Aqk": (C, C), "Ainv": (C, C), "decay": (1, K), "u": (C, V)}
+    shapes = {"beta": (C, 1), "Akk": (C, C), "Aqk": (C, C), "Ainv_t": (C, C), "decay": (1, K), "u": (C, V)}
     shapes |= {"h": (V, K), "v_new": (C, V)}
     tables = {name: call.v.new_zeros(chunks, call.HV, *shapes.get(name, (C, K)), dtype=torch.float32) for name in NAMES}
     if chunks:
@@ -41,6 +41,7 @@ def stages(call: KdaCall) -> dict[str, Tensor]:
         inputs = [*rows(call), cu, initial_states(call), *_constants(call.q.device), first]
         run(chunk_kda_stages, inputs, list(tables.values()), config(call))
     tables["beta"], tables["decay"], tables["h"] = tables["beta"][..., 0], tables["decay"][..., 0, :], tables["h"].mT
+    tables["Ainv"] = tables.pop("Ainv_t").mT
     return tables
 
 

@@ -26,6 +26,11 @@ class Config:
     depth: int  # iterations of the loops that PyPTO's scheduler holds at once, each with workspace of its own
     merged: bool  # many alike tasks become one: less for the scheduler to do, and less for the cores to share
 
+    @property
+    def bounded(self) -> bool:
+        """No gate is below the lower bound, which callers cannot set below -5."""
+        return self.gate and self.lower_bound is not None
+
 
 DEPTH = 128
 """The most that there can be: PyPTO 0.2.0's scheduler has arrays of this length, and writes past them without a check.
@@ -35,7 +40,7 @@ SMALL_DEPTH, SMALL_HEADS, SMALL_TOKENS = 32, 8, 4096
 """The depth of calls up to these sizes, which take less than 0.5 GB. There are no more steps, because each is a build
 of the kernel."""
 
-MERGED_FROM = 8
+MERGED_FROM = 16
 """Heads times sequences from which merging pays, by PyPTO's cost model: below, cores would be idle."""
 
 

@@ -27,9 +27,9 @@ from .config import Config
 from .kernels.constants import CHUNK
 
 STAGES = {
-    "activation.py": "M1 activation", "chunk.py": "M1 cumsum", "scores.py": "M2 scores", "inverse.py": "M2 inverse",
-    "wy.py": "M3 wy", "carry.py": "M4 carry", "tiles.py": "blocks of tables and decays", "rows.py": "load and store",
-    "recurrent.py": "recurrence",
+    "activation.py": "M1 activation", "chunk.py": "M1 cumsum", "scores.py": "M2 scores", "block_scores.py": "M2 scores",
+    "inverse.py": "M2 inverse", "wy.py": "M3 wy", "carry.py": "M4 carry", "tiles.py": "blocks of tables and decays",
+    "rows.py": "load and store", "recurrent.py": "recurrence",
 }  # fmt: skip
 """File of the kernels -> what an operation that stands there is part of. Tasks that are alike are compiled once, and
 all of them count for the stage of the first."""

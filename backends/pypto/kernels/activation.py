@@ -26,27 +26,38 @@ def activate(q: pypto.Tensor, k: pypto.Tensor, v: pypto.Tensor, g: pypto.Tensor,
     """
     use_tiles()
     tiles = {
-        "q": queries(q, config), "k": keys(k, config), "v": pypto.cast(v, pypto.DT_FP32),
+        "q": queries(q, norm(q, config), config), "k": keys(k, norm(k, config)), "v": pypto.cast(v, pypto.DT_FP32),
         "g": log_decay(g, rate, bias, config), "beta": step_size(beta, config),
     }  # fmt: skip
-    return {name: pypto.fillpad(tile, "constant", 0.0) for name, tile in tiles.items()}
+    return {name: padded(tile) for name, tile in tiles.items()}
 
 
-def keys(k: pypto.Tensor, config: Config) -> pypto.Tensor:
-    """`[rows, K]`, normalised if the call asks for it."""
-    k = pypto.cast(k, pypto.DT_FP32)
+def padded(rows: pypto.Tensor) -> pypto.Tensor:
+    """0 in the rows that are not valid."""
+    return pypto.fillpad(rows, "constant", 0.0)
+
+
+def norm(x: pypto.Tensor, config: Config) -> pypto.Tensor | None:
+    """sqrt(Σ x² + 1e-6) of each row `[rows, 1]`, if the call asks for it."""
     if not config.norm:
-        return k
-    factor = pypto.rsqrt(pypto.sum(k * k, -1, keepdim=True) + L2_NORM_EPS)
-    # Of a row whose squares are beyond fp32 this is 0, and what follows is right; of any other it is the larger one.
-    small = k * L2_NORM_SHRINK
-    shrunk = pypto.rsqrt(pypto.sum(small * small, -1, keepdim=True) + TINY) * L2_NORM_SHRINK
-    return k * pypto.maximum(factor, shrunk)
+        return None
+    x = pypto.cast(x, pypto.DT_FP32)
+    plain = pypto.sqrt(pypto.sum(x * x, -1, keepdim=True) + L2_NORM_EPS)
+    # Of a row whose squares are beyond fp32 that is infinite, and this is right; of any other this is the larger one.
+    small = x * L2_NORM_SHRINK
+    enlarged = pypto.sqrt(pypto.sum(small * small, -1, keepdim=True) + TINY) * (1.0 / L2_NORM_SHRINK)
+    return pypto.minimum(plain, enlarged)
 
 
-def queries(q: pypto.Tensor, config: Config) -> pypto.Tensor:
+def keys(k: pypto.Tensor, norm: pypto.Tensor | None) -> pypto.Tensor:
+    """`[rows, K]`; `norm` as above."""
+    k = pypto.cast(k, pypto.DT_FP32)
+    return k if norm is None else k / norm
+
+
+def queries(q: pypto.Tensor, norm: pypto.Tensor | None, config: Config) -> pypto.Tensor:
     """As keys, and scaled."""
-    return keys(q, config) * config.scale
+    return keys(q, norm) * config.scale
 
 
 def log_decay(g: pypto.Tensor, rate: pypto.Tensor, bias: pypto.Tensor, config: Config) -> pypto.Tensor:

@@ -12,8 +12,6 @@ import functools
 import torch
 from torch import Tensor
 
-from kda.golden.constants import SUB_BLOCK
-
 CHUNK = 128
 """Tokens per chunk: the side of a full tile of the cube unit."""
 
@@ -23,8 +21,11 @@ HALVES = tuple(1 << level for level in range(CHUNK.bit_length() - 1))
 FROM_START, TO_END = len(HALVES), len(HALVES) + 1
 """Blocks of `decay_sums` behind those of the levels."""
 
-LEAF, IDENTITY = len(HALVES), len(HALVES) + 1
+LOWER, STRICTLY_LOWER, IDENTITY, UNIT = range(len(HALVES), len(HALVES) + 4)
 """Blocks of `masks` behind those of the levels."""
+
+LEAF = 32
+"""Rows of the diagonal blocks with which the inverse begins."""
 
 
 @functools.cache
@@ -46,12 +47,12 @@ def decay_sums(device: torch.device) -> Tensor:
 @functools.cache
 @torch.inference_mode(False)  # what is remembered must serve outside of it as well
 def masks(device: torch.device) -> Tensor:
-    """0 and 1, fp32 `[(levels + 2) * CHUNK, CHUNK]`.
+    """Bool `[(levels + 4) * CHUNK, CHUNK]`.
 
-    One block of CHUNK rows a level: 1 where row i lies right and column j left of one border. Then the diagonal blocks
-    of SUB_BLOCK rows, and the identity.
+    One block of CHUNK rows a level: true where row i lies right and column j left of one border. Then the lower
+    triangle, with and without the diagonal, the identity, and identities of LEAF columns below one another.
     """
     i = torch.arange(CHUNK, device=device)[:, None]
     j = i.mT
     levels = [(i // (2 * h) == j // (2 * h)) & (i % (2 * h) >= h) & (j % (2 * h) < h) for h in HALVES]
-    return torch.stack([*levels, i // SUB_BLOCK == j // SUB_BLOCK, i == j]).to(torch.float32).flatten(0, 1)
+    return torch.stack([*levels, j <= i, j < i, i == j, i % LEAF == j]).flatten(0, 1)

@@ -1,45 +1,71 @@
-"""M2, the inverse: Ainv = (I + Akk)⁻¹ of strictly lower triangular Akk `[CHUNK, CHUNK]`, in fp32.
+"""M2, the inverse: Ainv = (I + Akk)⁻¹ of strictly lower triangular Akk `[CHUNK, CHUNK]`, in fp32, transposed.
 
-The diagonal blocks of SUB_BLOCK rows are solved by forward substitution, all at once and column by column: as soon as
-row j of an inverse is final, Akk[i,j] times it is taken from every later row i. Then neighbours X, Y and the block B
-below X join by their Schur complement, [[X, 0], [-Y B X, Y]], from SUB_BLOCK rows to CHUNK: on the whole matrix that
-is X - X (B X) with the B of all pairs at once, Akk under the mask of their level.
+The diagonal blocks of LEAF rows are solved by forward substitution, all at once: row i of an inverse is that of I less
+Σ_j Akk[i,j] times row j. It is found as a column of the transposed inverse, by products along rows and their sums,
+because a vector unit spreads a row of Akk over others where a column of it would have to be fetched anew. Then
+neighbours X, Y and the block B below X join by their Schur complement, [[X, 0], [-Y B X, Y]], until one is left:
+transposed, the corner is -(Xᵀ Bᵀ) Yᵀ.
 """
 
 import pypto
 
-from kda.golden.constants import SUB_BLOCK
+from .constants import CHUNK, LEAF, UNIT
+from .tiles import begin_task, block, end_task, use_cube, use_tiles
 
-from .constants import CHUNK, HALVES, IDENTITY, LEAF
-from .tiles import block, use_tiles
-
-LEAVES = CHUNK // SUB_BLOCK
+LEAVES = CHUNK // LEAF
 
 
 def inverse(Akk: pypto.Tensor, masks: pypto.Tensor) -> pypto.Tensor:
-    """`[CHUNK, CHUNK]`, unit lower; `masks` as in `constants`."""
-    Ainv = _leaf_inverses(Akk, block(masks, IDENTITY)) * block(masks, LEAF)
-    for level, half in enumerate(HALVES):
-        if half >= SUB_BLOCK:
-            below = pypto.matmul(Akk * block(masks, level), Ainv, pypto.DT_FP32)
-            Ainv = Ainv - pypto.matmul(Ainv, below, pypto.DT_FP32)
-    return Ainv
-
-
-def _leaf_inverses(Akk: pypto.Tensor, identity: pypto.Tensor) -> pypto.Tensor:
-    """The inverses of the diagonal blocks, each in its rows and repeated over all columns `[CHUNK, CHUNK]`."""
-    A, X = _leaves(Akk), _leaves(identity)
-    shape = [LEAVES, SUB_BLOCK, SUB_BLOCK]
-    pypto.set_vec_tile_shapes(*shape)
-    for j in range(SUB_BLOCK - 1):
-        column = pypto.expand_clone(pypto.view(A, [LEAVES, SUB_BLOCK, 1], [0, 0, j]), shape)
-        row = pypto.expand_clone(pypto.view(X, [LEAVES, 1, SUB_BLOCK], [0, j, 0]), shape)
-        X = X - column * row
+    """Ainvᵀ `[CHUNK, CHUNK]`, unit upper; `masks` as in `constants`."""
     use_tiles()
-    return pypto.concat([pypto.reshape(X, [CHUNK, SUB_BLOCK])] * LEAVES, 1)
+    negative = Akk * -1.0
+    diagonal = pypto.Tensor([CHUNK, LEAF], pypto.DT_FP32)
+    for at in range(0, CHUNK, LEAF):
+        pypto.assemble(pypto.view(Akk, [LEAF, LEAF], [at, at]), [at, 0], diagonal)
+    begin_task(1)
+    blocks = _leaf_inverses(diagonal, pypto.view(block(masks, UNIT), [CHUNK, LEAF], [0, 0]))
+    pairs = _pairs(blocks)
+    end_task()
+    while len(blocks) > 1:
+        size, _ = blocks[0].shape
+        use_cube(size, size, size)
+        for n, pair in enumerate(pairs):
+            X, Y = blocks[2 * n : 2 * n + 2]
+            below = pypto.view(negative, [size, size], [(2 * n + 1) * size, 2 * n * size])
+            corner = pypto.matmul(pypto.matmul(X, below, pypto.DT_FP32, b_trans=True), Y, pypto.DT_FP32)
+            pypto.assemble(corner, [0, size], pair)
+            pypto.assemble(pypto.full([size, size], 0.0, pypto.DT_FP32), [size, 0], pair)
+        blocks, pairs = pairs, _pairs(pairs)
+    use_tiles()
+    return blocks[0]
 
 
-def _leaves(matrix: pypto.Tensor) -> pypto.Tensor:
-    """The diagonal blocks `[LEAVES, SUB_BLOCK, SUB_BLOCK]`."""
-    blocks = [pypto.view(matrix, [SUB_BLOCK, SUB_BLOCK], [at, at]) for at in range(0, CHUNK, SUB_BLOCK)]
-    return pypto.reshape(pypto.concat(blocks, 0), [LEAVES, SUB_BLOCK, SUB_BLOCK])
+def _pairs(blocks: list[pypto.Tensor]) -> list[pypto.Tensor]:
+    """Neighbours on the diagonal of matrices of twice their size, of which the rest is still to be set."""
+    size, _ = blocks[0].shape
+    pairs = []
+    for X, Y in zip(blocks[::2], blocks[1::2], strict=False):
+        pair = pypto.Tensor([2 * size, 2 * size], pypto.DT_FP32)
+        pypto.assemble(X, [0, 0], pair)
+        pypto.assemble(Y, [size, size], pair)
+        pairs.append(pair)
+    return pairs
+
+
+def _leaf_inverses(diagonal: pypto.Tensor, unit: pypto.Tensor) -> list[pypto.Tensor]:
+    """The inverses of I plus each of the blocks in `diagonal`, transposed; `unit` has an identity for each of them.
+
+    Both `[CHUNK, LEAF]`.
+    """
+    pypto.set_vec_tile_shapes(CHUNK, LEAF)
+    leaves = [LEAVES, LEAF, LEAF]
+    A = pypto.reshape(diagonal * -1.0, leaves)
+    unit = pypto.where(unit, 1.0, 0.0)
+    X = unit
+    for i in range(1, LEAF):
+        pypto.set_vec_tile_shapes(*leaves)
+        row = pypto.reshape(pypto.expand_clone(pypto.view(A, [LEAVES, 1, LEAF], [0, i, 0]), leaves), [CHUNK, LEAF])
+        pypto.set_vec_tile_shapes(CHUNK, LEAF)
+        column = pypto.sum(X * row, -1, keepdim=True)
+        X = X + pypto.expand_clone(column, [CHUNK, LEAF]) * pypto.view(unit, [1, LEAF], [i, 0])
+    return [pypto.view(X, [LEAF, LEAF], [at, 0]) for at in range(0, CHUNK, LEAF)]

@@ -10,10 +10,11 @@ target[n, i] instead, the last column standing for all tokens behind it. Below 0
 
 import pypto
 
-from .activation import keys, log_decay, queries, step_size
+from ..config import Config
+from .activation import keys, log_decay, norm, queries, step_size
 from .chunk import BOUNDS, DYNAMIC, PARAMETER, ROWS, STATES
-from .rows import Index, load_state, parameter, store_state
-from .tiles import use_tiles
+from .rows import Index, load_state, parameter, state, store_state
+from .tiles import begin_task, end_task, use_tiles
 
 
 def fused_recurrent_kda(
@@ -27,25 +28,46 @@ def fused_recurrent_kda(
         slot = start[n]
         if slot >= 0:
             for head in pypto.loop(v.shape[1], name="heads", idx_name="head"):
-                S = load_state(initial, slot, head, config)
                 begin = cu[n]
-                for t in pypto.loop(begin, cu[n + 1], name="tokens", idx_name="t"):
-                    qk_head = head // config.group
-                    o_t, S_t = step(
-                        queries(row(q, t, qk_head), config), keys(row(k, t, qk_head), config), column(v, t, head),
-                        log_decay(row(g, t, head), parameter(rate, head), parameter(bias, head), config),
-                        step_size(row(beta, t, head), config), S,
-                    )  # fmt: skip
-                    store_column(o_t, o, t, head)
-                    S[:] = S_t
-                    if config.per_token:
-                        to = target[n, (t - begin).min(target.shape[1] - 1)]
-                        if to >= 0:
-                            store_state(S, final, to, head, config)
-                if not config.per_token:
+                end = cu[n + 1]
+                if end - begin == 1:
+                    begin_task(1)
+                    S_0 = state(initial, slot, head, config)
+                    S_1 = token(q, k, v, g, beta, rate, bias, begin, head, S_0, o, config)
                     to = target[n, 0]
                     if to >= 0:
-                        store_state(S, final, to, head, config)
+                        store_state(S_1, final, to, head, config)
+                    end_task()
+                else:
+                    S = load_state(initial, slot, head, config)
+                    for t in pypto.loop(begin, end, name="tokens", idx_name="t"):
+                        begin_task(1)
+                        S_t = token(q, k, v, g, beta, rate, bias, t, head, S, o, config)
+                        end_task()
+                        S[:] = S_t
+                        if config.per_token:
+                            to = target[n, (t - begin).min(target.shape[1] - 1)]
+                            if to >= 0:
+                                store_state(S, final, to, head, config)
+                    if not config.per_token:
+                        to = target[n, 0]
+                        if to >= 0:
+                            store_state(S, final, to, head, config)
+
+
+def token(
+    q: pypto.Tensor, k: pypto.Tensor, v: pypto.Tensor, g: pypto.Tensor, beta: pypto.Tensor, rate: pypto.Tensor,
+    bias: pypto.Tensor, t: Index, head: Index, S: pypto.Tensor, o: pypto.Tensor, config: Config,
+) -> pypto.Tensor:  # fmt: skip
+    """The state after token t of a head, whose output goes to `o`."""
+    q, k = (row(x, t, head // config.group) for x in (q, k))
+    out, S = step(
+        queries(q, norm(q, config), config), keys(k, norm(k, config)), column(v, t, head),
+        log_decay(row(g, t, head), parameter(rate, head), parameter(bias, head), config),
+        step_size(row(beta, t, head), config), S,
+    )  # fmt: skip
+    store_column(out, o, t, head)
+    return S
 
 
 def step(q: pypto.Tensor, k: pypto.Tensor, v: pypto.Tensor, g: pypto.Tensor, beta: pypto.Tensor, S: pypto.Tensor

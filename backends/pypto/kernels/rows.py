@@ -4,15 +4,24 @@ import pypto
 
 from ..config import Config
 from .constants import CHUNK
-from .tiles import use_tiles
+from .tiles import COLUMNS, ROWS, use_tiles
 
 Index = pypto.SymbolicScalar | int
 
 
 def load(x: pypto.Tensor, t: Index, head: Index, count: Index) -> pypto.Tensor:
-    """Rows t, t + 1, ... of `x` `[T, heads, D]` as `[CHUNK, D]`, the first `count` of them valid."""
+    """Rows t, t + 1, ... of `x` `[T, heads, D]` as `[CHUNK, D]`, the first `count` of them valid, by tiles of rows."""
+    return _load(x, t, head, count, ROWS, max(x.shape[2], 16))  # a tile row is at least 32 bytes
+
+
+def load_columns(x: pypto.Tensor, t: Index, head: Index, count: Index) -> pypto.Tensor:
+    """The same by tiles of columns."""
+    return _load(x, t, head, count, CHUNK, COLUMNS)
+
+
+def _load(x: pypto.Tensor, t: Index, head: Index, count: Index, rows: int, columns: int) -> pypto.Tensor:
     D = x.shape[2]
-    pypto.set_vec_tile_shapes(64, 1, max(D, 16))  # a tile row is at least 32 bytes
+    pypto.set_vec_tile_shapes(rows, 1, columns)
     strided = pypto.view(x, [CHUNK, 1, D], [t, head, 0], valid_shape=[count, 1, D])
     return pypto.reshape(strided, [CHUNK, D], valid_shape=[count, D])
 
@@ -31,13 +40,19 @@ def parameter(x: pypto.Tensor, head: Index) -> pypto.Tensor:
     return pypto.view(x, [1, x.shape[1]], [head, 0])
 
 
-def load_state(states: pypto.Tensor, n: Index, head: Index, config: Config) -> pypto.Tensor:
+def state(states: pypto.Tensor, n: Index, head: Index, config: Config) -> pypto.Tensor:
     """State n of a head as `[V, K]`."""
     *_, rows, columns = states.shape
     pypto.set_vec_tile_shapes(1, 1, 64, columns)
-    state = pypto.reshape(pypto.view(states, [1, 1, rows, columns], [n, head, 0, 0]), [rows, columns])
+    found = pypto.reshape(pypto.view(states, [1, 1, rows, columns], [n, head, 0, 0]), [rows, columns])
     use_tiles()
-    return pypto.clone(state) if config.state_v_first else pypto.transpose(state, 0, 1)
+    return found if config.state_v_first else pypto.transpose(found, 0, 1)
+
+
+def load_state(states: pypto.Tensor, n: Index, head: Index, config: Config) -> pypto.Tensor:
+    """The same as a tensor of its own, that may be changed."""
+    found = state(states, n, head, config)
+    return pypto.clone(found) if config.state_v_first else found
 
 
 def store_state(S: pypto.Tensor, states: pypto.Tensor, n: Index, head: Index, config: Config) -> None:

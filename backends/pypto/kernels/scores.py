@@ -21,11 +21,11 @@ def scores(q: pypto.Tensor, k: pypto.Tensor, beta: pypto.Tensor, decays: pypto.T
            ) -> tuple[pypto.Tensor, pypto.Tensor]:  # fmt: skip
     """Akk, strictly lower, and Aqk, lower, `[CHUNK, CHUNK]`."""
     Akk = None
-    Aqk = pypto.matmul(q, k, pypto.DT_FP32, b_trans=True) * block(masks, IDENTITY)
+    Aqk = pypto.where(block(masks, IDENTITY), pypto.matmul(q, k, pypto.DT_FP32, b_trans=True), 0.0)
     for level in range(len(HALVES)):
         decay, mask = block(decays, level), block(masks, level)
         k_decayed = k * decay
-        at_level = pypto.matmul(k_decayed, k_decayed, pypto.DT_FP32, b_trans=True) * mask
+        at_level = pypto.where(mask, pypto.matmul(k_decayed, k_decayed, pypto.DT_FP32, b_trans=True), 0.0)
         Akk = at_level if Akk is None else Akk + at_level
-        Aqk = Aqk + pypto.matmul(q * decay, k_decayed, pypto.DT_FP32, b_trans=True) * mask
+        Aqk = Aqk + pypto.where(mask, pypto.matmul(q * decay, k_decayed, pypto.DT_FP32, b_trans=True), 0.0)
     return Akk * beta, Aqk

@@ -6,17 +6,19 @@ import torch
 
 from kda.backends.pypto import host
 from kda.backends.pypto.kernels import constants
-from kda.golden.constants import SUB_BLOCK
 
 
 def test_levels_part_the_strict_lower_triangle():
     C = constants.CHUNK
     blocks = constants.masks(torch.device("cpu")).view(-1, C, C)
     levels = blocks[: len(constants.HALVES)].sum(0)
-    assert torch.equal(levels, torch.ones(C, C).tril(-1))
-    assert torch.equal(blocks[constants.IDENTITY], torch.eye(C))
-    ones = torch.ones(SUB_BLOCK, SUB_BLOCK)
-    assert torch.equal(blocks[constants.LEAF], torch.block_diag(*[ones] * (C // SUB_BLOCK)))
+    lower = torch.ones(C, C).tril()
+    assert torch.equal(levels, lower.tril(-1).long())
+    assert torch.equal(blocks[constants.LOWER], lower.bool())
+    assert torch.equal(blocks[constants.STRICTLY_LOWER], lower.tril(-1).bool())
+    assert torch.equal(blocks[constants.IDENTITY], torch.eye(C, dtype=torch.bool))
+    leaves = blocks[constants.UNIT][:, : constants.LEAF].view(-1, constants.LEAF, constants.LEAF)
+    assert torch.equal(leaves, torch.eye(constants.LEAF, dtype=torch.bool).expand_as(leaves))
 
 
 def test_decay_sums_meet_at_the_borders():

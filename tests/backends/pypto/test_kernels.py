@@ -72,6 +72,16 @@ def test_gates() -> None:
 
 
 @in_its_own_process
+def test_gates_with_a_lower_bound() -> None:
+    """Exact from open to shut and where they alternate, in chunks that are full or cut."""
+    call = inputs.raw(1, 200, 1, lower_bound=-5.0, lengths=[63, 0, 137], dtype=torch.float32, initial_state=True)
+    alternating = torch.arange(200)[:, None, None] % 3 - 1
+    for gate in (200.0, -200.0, 400.0 * alternating):
+        agree({**call, "g": call["g"] + gate})
+    agree(inputs.raw(1, 140, 1, 64, 64, 2, lower_bound=-0.1, dtype=torch.float32))
+
+
+@in_its_own_process
 def test_flags() -> None:
     raw = inputs.raw(1, 140, 1, HV=2, dtype=torch.float32, initial_state=True)
     agree(raw)
