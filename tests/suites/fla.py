@@ -59,10 +59,8 @@ class Suite:
                 items.remove(item)
                 self.left_out.append(item.name)
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Any:
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
         self.ran.clear()
-        return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome == "skipped":
