@@ -18,15 +18,11 @@ from .program import tracing
 def npu_options(config: Config) -> dict[str, dict[str, Any]]:
     """JIT options: how many iterations of the loops are in work at once, and how many alike tasks are merged into one.
 
-    There was no NPU to time them on: they were chosen by PyPTO's cost model. Key -2 stands for tasks of the vector
-    units with several inputs or outputs, -1 for all others.
+    There was no NPU to time them on: they were chosen by PyPTO's cost model.
     """
-    merging = {"cube_nbuffer_setting": {-1: 8}, "vec_nbuffer_setting": {-1: 8}}
-    if config.merged:
-        merging |= {"vec_nbuffer_setting": {-2: 1, -1: 16}, "cube_l1_reuse_setting": {-1: 32}}
     return {
         "runtime_options": {"run_mode": pypto.RunMode.NPU, "stitch_function_max_num": config.depth},
-        "pass_options": merging,
+        "pass_options": {"cube_nbuffer_setting": {-1: 8}, "vec_nbuffer_setting": {-1: 8}},
     }
 
 

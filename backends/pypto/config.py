@@ -24,7 +24,6 @@ class Config:
     state_v_first: bool
     per_token: bool  # fused_recurrent_kda: every token's state is kept
     depth: int  # iterations of the loops that PyPTO's scheduler holds at once, each with workspace of its own
-    merged: bool  # many alike tasks become one: less for the scheduler to do, and less for the cores to share
 
     @property
     def bounded(self) -> bool:
@@ -40,9 +39,6 @@ SMALL_DEPTH, SMALL_HEADS, SMALL_TOKENS = 32, 8, 4096
 """The depth of calls up to these sizes, which take less than 0.5 GB. There are no more steps, because each is a build
 of the kernel."""
 
-MERGED_FROM = 16
-"""Heads times sequences from which merging pays, by PyPTO's cost model: below, cores would be idle."""
-
 
 def config(call: KdaCall) -> Config:
     """The build that takes `call`."""
@@ -52,5 +48,5 @@ def config(call: KdaCall) -> Config:
         group=call.HV // call.H, scale=call.scale, norm=call.use_qk_l2norm_in_kernel, gate=call.use_gate_in_kernel,
         lower_bound=call.lower_bound, sigmoid=call.use_beta_sigmoid_in_kernel, neg_eigval=call.allow_neg_eigval,
         state_v_first=call.state_v_first, per_token=call.state_per_token,
-        depth=SMALL_DEPTH if small else DEPTH, merged=call.HV * call.N >= MERGED_FROM,
+        depth=SMALL_DEPTH if small else DEPTH,
     )  # fmt: skip

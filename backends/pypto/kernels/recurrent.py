@@ -30,7 +30,7 @@ def fused_recurrent_kda(
             for head in pypto.loop(v.shape[1], name="heads", idx_name="head"):
                 begin = cu[n]
                 end = cu[n + 1]
-                if end - begin == 1:
+                if end - begin == 1:  # as in decoding: one task, for which the buffer is just large enough
                     begin_task(1)
                     S_0 = state(initial, slot, head, config)
                     S_1 = token(q, k, v, g, beta, rate, bias, begin, head, S_0, o, config)
@@ -41,9 +41,7 @@ def fused_recurrent_kda(
                 else:
                     S = load_state(initial, slot, head, config)
                     for t in pypto.loop(begin, end, name="tokens", idx_name="t"):
-                        begin_task(1)
                         S_t = token(q, k, v, g, beta, rate, bias, t, head, S, o, config)
-                        end_task()
                         S[:] = S_t
                         if config.per_token:
                             to = target[n, (t - begin).min(target.shape[1] - 1)]

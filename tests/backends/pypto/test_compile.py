@@ -11,7 +11,6 @@ import csv
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,8 +30,6 @@ CALLS = {
     "chunk, K first": ("chunk_kda", 200, 6),
     "recurrent": ("fused_recurrent_kda", 3, 8),
     "recurrent, one token": ("fused_recurrent_kda", 1, 2),
-    "chunk, bounded, merged": ("chunk_kda", 600, 6),  # as for many heads and sequences: they would take minutes here
-    "recurrent, merged": ("fused_recurrent_kda", 3, 8),
 }
 CONTROLS = {
     "golden": "tensor_graph output12: PASS, 1 elements off",
@@ -69,7 +66,7 @@ def compile_call(name: str, control: str | None) -> None:
         interpret.set_up()
         if control == "zeros":
             interpret.entry.JitCallableWrapper._setup_verify_data = stock
-        options = build.npu_options(replace(config, merged=name.endswith("merged")))
+        options = build.npu_options(config)
         kernel = pypto.frontend.jit(
             runtime_options=options["runtime_options"] | {"run_mode": pypto.RunMode.SIM},
             pass_options=options["pass_options"],

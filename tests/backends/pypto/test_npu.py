@@ -183,6 +183,32 @@ def test_commands() -> None:
 
 
 @in_its_own_process
+def test_a_report_of_a_first_run() -> None:
+    """The gates, versions, and a time beside the model's: the command that an NPU's owner is asked to run."""
+    fake_npu.install()
+    import tempfile
+    from pathlib import Path
+
+    from kda.bench import measure, model
+    from kda.bench.cases import Case
+    from kda.cli import main
+    from kda.gates import report
+
+    measure.WARM_UP, measure.RUNS = 1, 1
+    model.SMALL["short"], report.TIMED = Case("short", 1, (64,)), ("short",)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "first_run.txt"
+        assert main(["gate", "--backend", "pypto", "--case", "T37", "--report", str(file)]) == 0
+        lines = [" ".join(line.split()) for line in file.read_text().splitlines()]
+    assert lines[0] == "python -m kda gate --report: backend pypto on npu:0, bf16"
+    text = "\n".join(lines)
+    assert "npu:1 Ascend910B2 (a fake)" in text and "cann 9.0.0" in text and "1 passed in" in text
+    (row,) = (line.split() for line in lines if line.startswith("short "))
+    assert row[:3] == ["short", "1", "64"] and len(row) == 5, row
+    assert all(float(ms) > 0 for ms in row[3:]), "measured, and in the model"
+
+
+@in_its_own_process
 def test_a_cann_that_does_not_fit_is_named() -> None:
     fake_npu.install(cann="9.1.0")
     (reason,) = backends.status()["pypto"]
