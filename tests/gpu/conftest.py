@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import decode_calls
 import pytest
@@ -13,11 +14,13 @@ from kda.checks import checked
 from kda.gates.command import CASES
 from kda.gates.dry import calls_of
 
+HERE = Path(__file__).parent
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
-            if "gpu" in item.path.parts:
+            if item.path.is_relative_to(HERE):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
