@@ -61,7 +61,9 @@ def test_tilelang(operator: str, length: int, monkeypatch: pytest.MonkeyPatch) -
     same_bits("tilelang", OPERATORS[operator], length)
 
 
-@pytest.mark.parametrize("length", LENGTHS["pypto"])
+@pytest.mark.parametrize(
+    "length", [pytest.param(n, marks=pytest.mark.slow if n == 1 else ()) for n in LENGTHS["pypto"]]
+)
 @pytest.mark.parametrize("operator", OPERATORS)
 @in_its_own_process
 def test_pypto(operator: str, length: int) -> None:

@@ -148,7 +148,7 @@ def interpreter() -> None:
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if "K first" in n else ()) for n in CALLS])
 def test_every_pass_keeps_the_result(name: str, tmp_path: Path) -> None:
     assert compiled(name, tmp_path) == []
 

@@ -44,7 +44,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @in_its_own_process
 def test_lengths(dtype: str) -> None:
     """Tails, and counts of chunks that the unrolled loop divides evenly, with a rest, and not at all."""
@@ -54,7 +54,7 @@ def test_lengths(dtype: str) -> None:
     agree(inputs.stable(2, 130, 1, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @in_its_own_process
 def test_packed_lengths(dtype: str) -> None:
     dtype = getattr(torch, dtype)

@@ -182,6 +182,7 @@ def test_commands() -> None:
     assert "npu" in said("bench", "--device", "npu", "--case", "T64", "B1")
 
 
+@pytest.mark.slow
 @in_its_own_process
 def test_a_report_of_a_first_run() -> None:
     """The gates, versions, and a time beside the model's: the command that an NPU's owner is asked to run."""

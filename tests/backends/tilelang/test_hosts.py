@@ -56,7 +56,20 @@ def test_other_gpus_are_refused(monkeypatch):
 
 @pytest.mark.parametrize(
     "id",
-    ["V0", "LAYOUT", "GVA", "EMPTY", "PADDING", "POISON", "STRIDES", "ALIAS", "GMIX", "SPLIT", "SOFTPLUS", "DECODE"],
+    [
+        "V0",
+        "LAYOUT",
+        "GVA",
+        "EMPTY",
+        "PADDING",
+        "POISON",
+        "STRIDES",
+        "ALIAS",
+        "GMIX",
+        "SOFTPLUS",
+        "DECODE",
+        pytest.param("SPLIT", marks=pytest.mark.slow),
+    ],
 )
 def test_gates(emulate, id):
     result = run_case(CASES[id], "tilelang", torch.device("cpu"), torch.bfloat16)
