@@ -173,5 +173,6 @@ WRITTEN = {op: tuple(argument.name for argument in ARGUMENTS[op] if argument.wri
 """The tensors of each operator that are there to be written."""
 
 DIFFERENTIABLE = tuple(argument.name for argument in ARGUMENTS["chunk_kda"] if argument.differentiable)
-_differentiable = attrgetter(*DIFFERENTIABLE)
 """The tensors of a call that may require grad."""
+
+_differentiable = attrgetter(*DIFFERENTIABLE)

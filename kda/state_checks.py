@@ -48,13 +48,11 @@ def _check_state(call: KdaCall) -> None:
         if call.inplace_final_state:
             raise ValueError("inplace_final_state: expected an initial_state to write to, got initial_state=None")
         return
-    require_tensor("initial_state", state)
-    require_dtype("initial_state", state, state_dtype(call.q.dtype), torch.bfloat16, torch.float16)
-    require_device("initial_state", state, call.q)
+    _require(call, "initial_state", state, state_dtype(call.q.dtype), torch.bfloat16, torch.float16)
     tail = call.state_shape
     pooled = call.ssm_state_indices is not None
     first = max(state.shape[0], 1) if pooled and state.dim() else call.N  # a pool has one slot at least
-    spelled = f"[{'slots' if pooled else 'N'}, HV, {'V, K' if call.state_v_first else 'K, V'}]"
+    spelled = f"[{'slots' if pooled else 'N'}, {_layout(call)}]"
     if tuple(state.shape) == (first, tail[0], tail[2], tail[1]) and call.K != call.V:
         raise ValueError(f"initial_state: expected shape {spelled} = {[first, *tail]}, got {shape_of(state)}: "
                          f"that is the layout of state_v_first={not call.state_v_first}")  # fmt: skip
@@ -64,9 +62,7 @@ def _check_state(call: KdaCall) -> None:
 def _check_pool(call: KdaCall) -> None:
     indices, accepted, has_initial = call.ssm_state_indices, call.num_accepted_tokens, call.has_initial_state
     if indices is not None:
-        require_tensor("ssm_state_indices", indices)
-        require_dtype("ssm_state_indices", indices, *INTS)
-        require_device("ssm_state_indices", indices, call.q)
+        _require(call, "ssm_state_indices", indices, *INTS)
         if call.initial_state is None:
             raise ValueError("ssm_state_indices: expected a pool as initial_state, got initial_state=None")
         ranks, spelled = ((1, 2), "[N] or [N, S]") if call.op == "fused_recurrent_kda" else ((1,), "[N]")
@@ -76,17 +72,13 @@ def _check_pool(call: KdaCall) -> None:
         if indices.dim() == 2 and indices.shape[1] < least:
             raise ValueError(f"ssm_state_indices: expected [N, S] with S >= {least}, got {shape_of(indices)}")
     if accepted is not None:
-        require_tensor("num_accepted_tokens", accepted)
-        require_dtype("num_accepted_tokens", accepted, *INTS)
-        require_device("num_accepted_tokens", accepted, call.q)
+        _require(call, "num_accepted_tokens", accepted, *INTS)
         if indices is None or indices.dim() != 2:
             raise ValueError("num_accepted_tokens: expected ssm_state_indices of shape [N, S] beside it, got "
                              f"{'None' if indices is None else shape_of(indices)}")  # fmt: skip
         require_shape("num_accepted_tokens", accepted, (call.N,), "[N]")
     if has_initial is not None:
-        require_tensor("has_initial_state", has_initial)
-        require_dtype("has_initial_state", has_initial, torch.bool)
-        require_device("has_initial_state", has_initial, call.q)
+        _require(call, "has_initial_state", has_initial, torch.bool)
         if call.initial_state is None:
             raise ValueError("has_initial_state: expected an initial_state beside it, got initial_state=None")
         require_shape("has_initial_state", has_initial, (call.N,), "[N]")
@@ -94,14 +86,12 @@ def _check_pool(call: KdaCall) -> None:
 
 def _check_snapshots(call: KdaCall) -> None:
     offsets, states, chunks = call.checkpoint_offsets, call.checkpoint_states, call.chunk_states
-    spelled = "HV, V, K" if call.state_v_first else "HV, K, V"
+    spelled = _layout(call)
     if (offsets is None) != (states is None):
         given, missing = ("offsets", "states") if states is None else ("states", "offsets")
         raise ValueError(f"checkpoint_{missing}: expected a tensor beside checkpoint_{given}, got None")
     if offsets is not None and states is not None:
-        require_tensor("checkpoint_offsets", offsets)
-        require_dtype("checkpoint_offsets", offsets, *INTS)
-        require_device("checkpoint_offsets", offsets, call.q)
+        _require(call, "checkpoint_offsets", offsets, *INTS)
         require_shape("checkpoint_offsets", offsets, (call.N,), "[N]")
         _check_buffer("checkpoint_states", states, call, (call.N, *call.state_shape), f"[N, {spelled}]")
     if chunks is not None:
@@ -118,24 +108,32 @@ def _check_drafts(call: KdaCall) -> None:
     if buffer is not None:
         given = buffer.shape[:2] if isinstance(buffer, Tensor) and buffer.dim() == 5 else (call.N, call.T)
         sizes = [max(size, 1) for size in given]
-        spelled = f"[rows, S, HV, {'V, K' if call.state_v_first else 'K, V'}]"
+        spelled = f"[rows, S, {_layout(call)}]"
         _check_buffer("intermediate_states_buffer", buffer, call, (*sizes, *call.state_shape), spelled)
         if (indices := call.ssm_state_indices) is not None and indices.dim() == 2:
             raise ValueError("intermediate_states_buffer: expected ssm_state_indices of shape [N] or None beside it, "
                              f"got {shape_of(indices)}")  # fmt: skip
     if rows is not None:
-        require_tensor("intermediate_state_indices", rows)
-        require_dtype("intermediate_state_indices", rows, *INTS)
-        require_device("intermediate_state_indices", rows, call.q)
+        _require(call, "intermediate_state_indices", rows, *INTS)
         if buffer is None:
             raise ValueError("intermediate_state_indices: expected an intermediate_states_buffer beside it, got None")
         require_shape("intermediate_state_indices", rows, (call.N,), "[N]")
 
 
-def _check_buffer(name: str, x: Tensor, call: KdaCall, shape: tuple[int, ...], spelled: str) -> None:
+def _require(call: KdaCall, name: str, x: Tensor, *dtypes: torch.dtype) -> None:
+    """A tensor of one of the dtypes, on the call's device."""
     require_tensor(name, x)
-    require_dtype(name, x, *FLOATS)
+    require_dtype(name, x, *dtypes)
     require_device(name, x, call.q)
+
+
+def _layout(call: KdaCall) -> str:
+    """The dimensions of one state, spelled."""
+    return "HV, V, K" if call.state_v_first else "HV, K, V"
+
+
+def _check_buffer(name: str, x: Tensor, call: KdaCall, shape: tuple[int, ...], spelled: str) -> None:
+    _require(call, name, x, *FLOATS)
     require_shape(name, x, shape, spelled)
 
 

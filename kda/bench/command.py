@@ -114,8 +114,10 @@ def _with_own_sigmoid(
 
 def _group(args: argparse.Namespace) -> Sequence[str]:
     """The cases that run where none is named."""
-    if args.train or args.few_heads:
-        return TRAINING if args.train else FEW_HEADS
+    if args.train:
+        return TRAINING
+    if args.few_heads:
+        return FEW_HEADS
     return [id for id in CASES if id not in TRAINING + FEW_HEADS]
 
 

@@ -94,7 +94,7 @@ class KimiDeltaAttention(Layer):
             ValueError: `past_key_values` is given to a layer without `layer_idx`, and as `kda.nn.KimiDeltaAttention`.
         """
         T, cu_seqlens = hidden_states.shape[1], others.get("cu_seqlens")
-        mask = attention_mask if attention_mask is None or cu_seqlens is None else None
+        mask = attention_mask if cu_seqlens is None else None
         cache = self._read(past_key_values)
         y, cache = super().forward(
             hidden_states, cache, cu_seqlens, bool(use_cache), None if mask is None else mask[:, -T:]
